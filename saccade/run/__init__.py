@@ -1,5 +1,5 @@
-"""What a run leaves behind: its folder, metrics, rollouts, checkpoints and display.
+"""What a run records: its folder, metrics, rollouts, checkpoints and display.
 
-A logger that fails is reported once and left out; nothing here can stop a training step but a
-checkpoint that cannot be written. Plugins add what is drawn and counted from these records.
+A logger that fails is reported once and left out; only a checkpoint that cannot be written stops training. Plugins add
+the reports and metrics that are made from these records.
 """

@@ -1,8 +1,7 @@
-"""Checkpoints: each a Hugging Face folder that stock transformers loads, plus `state/` to go on
-from.
+"""Checkpoints: each is a Hugging Face folder that stock transformers loads, plus `state/` to resume from.
 
-Written under a temporary name, verified, renamed; the old ones go only after that, so a kill at any
-moment leaves the last good one. Tensors are safetensors, the rest is JSON: nothing is unpickled.
+Written under a temporary name, verified, renamed; old ones are deleted only after that, so a kill at any moment leaves
+the last good one. Tensors are safetensors, the rest is JSON: nothing is unpickled.
 
     write(run / "checkpoints", 50, files, weights, keep=3, best=None)
     find(run / "checkpoints", "auto")
@@ -24,16 +23,16 @@ from saccade.models.files import LISTING, STATE, checksum, damaged, header_of, l
 from saccade.system import disk
 from saccade.system.contents import File, write_files
 
-# Files of a model folder that a checkpoint makes anew.
+# Files of a model folder that are not copied, because a checkpoint writes its own.
 REWRITTEN = re.compile(r"(.*\.(safetensors|bin|pt|pth|gguf|h5|msgpack)|.*\.index\.json|(adapter_)?config\.json)$")
-# Settings of the image processor: a separate file, or a part of that of the whole processor.
+# Files with the image processor's settings: its own, or `image_processor` in the processor's.
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 NamedShape = tuple[str, tuple[int, ...]]  # name and shape of a parameter
-HASHED_UP_TO = 64 << 20  # larger files of its state are compared by size
+HASHED_UP_TO = 64 << 20  # bytes; larger files in state/ are compared by size
 
 
 def require_room(folder: Path, needed: int) -> None:
-    """For one more checkpoint, beside those that are there; what a kill left of one goes."""
+    """Raise unless there is room for one more checkpoint. What an interrupted write left behind is deleted."""
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
@@ -44,8 +43,8 @@ def require_room(folder: Path, needed: int) -> None:
 def write(
     folder: Path, step: int, files: Iterable[File], weights: Sequence[NamedShape], *, keep: int, best: int | None
 ) -> None:
-    """A checkpoint of these files, which must hold the `weights` (names and shapes). The `keep` newest
-    ones stay beside it, and the `best`.
+    """Write a checkpoint of these files, which must hold the `weights` (names and shapes). Then delete all others but
+    the `keep` newest and the `best`.
     """
     final = folder / f"step-{step}"
     temporary = folder / f".step-{step}.{os.getpid()}"
@@ -58,28 +57,28 @@ def write(
         for path in _files(temporary):
             _sync(path)
     except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # a disk that is full has no room for half a checkpoint
+        shutil.rmtree(temporary, ignore_errors=True)  # free the space of half a checkpoint, as the disk may be full
         if (reason := disk.refusal(error)) is not None:
             raise EnvironmentProblem(f"{final}: {reason}") from error
         raise
     before = folder / f".step-{step}.before"
-    if final.exists():  # first aside: to remove it takes longer
+    if final.exists():  # renamed first, because deleting takes longer
         final.rename(before)
     temporary.rename(final)
     _sync(folder)
     shutil.rmtree(before, ignore_errors=True)
     there = complete_steps(folder)
-    later = [n for n in there if n > step]  # of a run that went back to an earlier step
+    later = [n for n in there if n > step]  # of a run that resumed from an earlier step
     old = [n for n in there if n <= step][:-keep]
     for number in [*later, *(n for n in old if n not in (step, best))]:
         shutil.rmtree(folder / f"step-{number}")
 
 
 def find(folder: Path, resume: str) -> Path | None:
-    """What `run.resume` names: the latest or best complete checkpoint, a path, or nothing. Its
-    files are read once and compared with what was written.
+    """Returns what `run.resume` names: the latest or best complete checkpoint, a path, or None. Its files are read once
+    and compared with what was written.
     """
-    for aside in folder.glob(".step-*.before"):  # of a kill between two names
+    for aside in folder.glob(".step-*.before"):  # of a kill between the two renames
         if not (final := folder / aside.stem[1:]).exists():
             aside.rename(final)
     steps = complete_steps(folder)
@@ -89,7 +88,7 @@ def find(folder: Path, resume: str) -> Path | None:
     if _lacking(chosen):
         raise ConfigError(f"run.resume={resume}: no complete checkpoint there; use run.resume=auto")
     _require_intact(chosen)
-    if resume == "best":  # the latest says which one was best
+    if resume == "best":  # the latest one records which was best
         best = read_progress(chosen).get("best_step")
         if best not in steps:
             raise ConfigError("run.resume=best: no validation has named a best checkpoint; use run.resume=auto")
@@ -107,7 +106,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def _steps(folder: Path) -> dict[Path, int]:
-    """Those of the checkpoints; a copy that somebody made beside them has another name."""
+    """The steps of the checkpoint folders; copies under other names are ignored."""
     return {path: int(number) for path in folder.glob("step-*") if (number := path.name[5:]).isdecimal()}
 
 
@@ -116,16 +115,14 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def not_whole(folder: Path, *, after: int) -> dict[Path, str]:
-    """Checkpoints of later steps that were finished once and are not whole any more, and what each
-    lacks.
-    """
+    """Checkpoints of later steps that were complete once and no longer are, with what each lacks."""
     later = sorted(path for path, step in _steps(folder).items() if step > after)
     found = {path: _lacking(path) for path in later}
     return {path: lacking for path, lacking in found.items() if lacking}
 
 
 def _lacking(checkpoint: Path) -> str:
-    """Empty where every file that was written is still there, as large as it was."""
+    """Returns what is missing; empty if every file that was written still exists at its size."""
     files = listing(checkpoint)
     if files is None:
         return f"{LISTING} is missing"
@@ -151,8 +148,8 @@ def _require_intact(checkpoint: Path) -> None:
 
 
 def copy_processor(family: Family, folder: Path) -> None:
-    """Tokenizer, processor and template beside the weights; a template that the run replaced is
-    stored as used, and so is its budget of pixels.
+    """Copy tokenizer, processor and chat template next to the weights. A template or pixel budget that the run replaced
+    is stored as used.
     """
     for path in Path(family.path).iterdir():
         if path.is_file() and not REWRITTEN.match(path.name) and not (folder / path.name).exists():
@@ -173,8 +170,8 @@ def tensor_shapes(folder: Path) -> list[tuple[int, ...]]:
 
 
 def _verify(folder: Path, weights: Sequence[NamedShape]) -> None:
-    """The folder holds every parameter, a tied one once. Names are transformers' own on disk, so
-    shapes are compared, of experts (one by one on disk) their numbers; `load_model` refuses a
+    """Raise unless the folder holds every parameter, a tied one once. On disk, names are those of transformers, so
+    shapes are compared; experts are stored one by one, so the number of their elements is. `load_model` refuses a
     folder whose names do not fit.
     """
     from saccade.models.experts import MARK
@@ -194,7 +191,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _entry(path: Path, folder: Path) -> dict[str, Any]:
-    """What is known of a file. Weights are hashed however large: all commands load them."""
+    """Size of a file, and its hash unless it is large state. Weights are always hashed: all commands load them."""
     size = path.stat().st_size
     large = str(path.relative_to(folder)).startswith(STATE) and size > HASHED_UP_TO
     return {"bytes": size} if large else checksum(path)

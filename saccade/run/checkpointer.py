@@ -1,8 +1,7 @@
 """Checkpoints of a run, written while its next steps compute.
 
-At a save everything is copied to main memory; a thread writes, verifies and renames it. One is
-written at a time. What goes wrong in the thread is raised by the next call here, so that the run
-ends at its next step.
+A save copies everything to main memory; a background thread writes, verifies and renames the copy, one checkpoint at a
+time. An error in the thread is raised by the next call here, so that the run ends at its next step.
 
     checkpointer = Checkpointer(folder.checkpoints, config.save, saved=None)
     checkpointer.begin(backend, parts={}, first=1, total=100)
@@ -39,30 +38,30 @@ class Checkpointer:
         self._total = 0
         self._warned = False
         self._writing: tuple[int, Future[float]] | None = None
-        self._took = 0.0  # seconds for those that were finished since the last call of `times`
+        self._took = 0.0  # seconds of the writes that finished since the last call of `times`
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def begin(self, backend: Trainer, parts: Mapping[str, Any], *, first: int, total: int) -> None:
-        """What is saved; `parts` have state beside the backend's. Refuses a disk that
-        has no room for one checkpoint of the steps `first` to `total`.
+        """Set what is saved: the backend, and `parts` that have state of their own. Raises if the disk has no room for
+        one checkpoint, provided that the steps `first` to `total` save one.
         """
         self._backend, self._parts, self._total = backend, parts, total
         if due := sum(self.due(step) for step in range(first, total + 1)):
             needed, keep = self._bytes(), self.options.keep
             checkpoint.require_room(self.folder, needed)
-            # The newest are kept until one more is whole.
+            # Old ones are deleted only when one more is complete.
             more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
             if more * needed > (free := free_bytes(self.folder)):
                 room = f"{more} more checkpoints of up to {size(needed)} do not fit into {size(free)}"
                 log.warning(f"{self.folder}: {room}; free some space, or lower save.keep={keep}")
 
     def due(self, step: int) -> bool:
-        """Whether this step is saved however well it does."""
+        """Whether this step is saved whatever its validation score."""
         every = self.options.every
         return step == self._total or (every > 0 and step % every == 0)
 
     def save(self, progress: Progress, *, last: bool = False) -> None:
-        """The last one is on disk when this returns; others are being written."""
+        """Write a checkpoint, in the background if possible; with `last`, wait until it is on disk."""
         if (self._writing[0] if self._writing else self.saved) != progress.step:
             self.wait()
             copy = not last and self.options.background and self._fits()
@@ -82,19 +81,19 @@ class Checkpointer:
             self.wait()
 
     def check(self) -> None:
-        """Raise what went wrong by now."""
+        """Raise the error of a background write that has ended."""
         if self._writing is not None and self._writing[1].done():
             self.wait()
 
     def wait(self) -> None:
-        """Until all is on disk."""
+        """Wait until all is on disk."""
         if self._writing is not None:
             (step, future), self._writing = self._writing, None
             self._took += future.result()
             self.saved = step
 
     def settle(self) -> None:
-        """As `wait`, where another error ends the run: that one is raised, this one is reported."""
+        """As `wait`, but log an error instead of raising it, as another error may be ending the run."""
         step = self._writing[0] if self._writing else None
         try:
             self.wait()
@@ -105,12 +104,12 @@ class Checkpointer:
         self._thread.shutdown()
 
     def times(self) -> dict[str, float]:
-        """Seconds that the thread took for checkpoints which were finished since the last call."""
+        """Seconds of the background writes that finished since the last call."""
         took, self._took = self._took, 0.0
         return {"time/background/save": took} if took else {}
 
     def _files(self, progress: Progress, *, copy: bool) -> Iterator[File]:
-        """With `copy` as all of it is now, in main memory; without, it is read while it is written."""
+        """The files to write: with `copy` from copies in main memory; without, tensors are read while writing."""
         yield from self._backend.model_files(copy=copy)
         yield "", partial(checkpoint.copy_processor, self._backend.family)
         states = {"state": self._backend} | {f"state/{name}": part for name, part in self._parts.items()}
@@ -136,8 +135,8 @@ class Checkpointer:
 
 
 def _timed(box: list[Callable[[], object]]) -> float:
-    """Seconds that what is in the box takes. It is emptied: then the memory of the copy is free for the
-    next one.
+    """Run the function in the box and return its seconds. It is popped first, so that the memory of the copy can be
+    reused once it is written.
     """
     began = time.perf_counter()
     box.pop()()

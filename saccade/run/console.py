@@ -1,7 +1,7 @@
-"""Progress of a run: one plain line per step, or what a display of a plugin draws on a terminal.
+"""Shows the progress of a run: one plain line per step, or the live display of a plugin on a terminal.
 
-Also the run's phase timer, because the display names the phase that is timed. Knows metric names,
-not what made them. Calls inside a step are cheap: a display looks at the state when it draws.
+Also holds the run's phase timer, because the display names the current phase. Knows metric names, not how they are
+computed. Calls inside a step are cheap: a display reads the state when it draws.
 
     with Console("rl", "counting") as console:
         logging.getLogger("saccade").info("shown above the display, and in the log file")
@@ -38,8 +38,8 @@ def short(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-# What a step line leads with, in order; a column without its metric is left out.
-LOST = (("abstain", "reward/abstain_rate"), ("error", "reward/error_rate"))  # only where there are
+# The columns of a step line, in order; a column without its metric is left out.
+LOST = (("abstain", "reward/abstain_rate"), ("error", "reward/error_rate"))  # only if above 0
 COLUMNS: Columns = (
     ("reward", "reward/mean", lambda v: f"{v:.3f}"),
     ("acc", "reward/accuracy", lambda v: f"{v:.3f}"),
@@ -55,7 +55,7 @@ COLUMNS: Columns = (
     ("grad", "policy/grad_norm", short),
     ("time", "time/step", lambda v: f"{v:.2f}s" if v < 10 else f"{v:.0f}s"),
 )
-NEARLY_ALL = 1 - 1e-9  # of a sum of shares
+NEARLY_ALL = 1 - 1e-9  # of shares, up to rounding of their sum
 
 
 def step_line(step: int, total: int | None, metrics: Row) -> str:
@@ -68,13 +68,13 @@ def step_line(step: int, total: int | None, metrics: Row) -> str:
 
 
 def unscored(metrics: Row, named: tuple[tuple[str, str], ...]) -> Cells:
-    """`abstain 32%`, `error 5%`: what has no score, where that is anything."""
+    """`abstain 32%`, `error 5%`: the shares without a score, if above 0."""
     found = ((label, number(metrics, name)) for label, name in named)
     return [(label, percent(v) if v >= 0.01 else "<1%") for label, v in found if v]
 
 
 def leading_cells(metrics: Row) -> Cells:
-    """What has no score, the columns, and where the time goes."""
+    """The shares without a score, the columns, and the phase that took longest."""
     shown = unscored(metrics, LOST) + column_cells(COLUMNS, metrics)
     name = metrics.get("time/bottleneck")
     share = number(metrics, f"time/share/{name}")
@@ -101,8 +101,8 @@ def number(metrics: Row, name: str) -> float | None:
 
 
 class PhaseClock:
-    """Seconds per phase since the last lap. A nested phase pauses the one around it, and what is in
-    none is `other`, so the phases of a step add up to the step. One thread only.
+    """Seconds per phase since the last lap. A nested phase pauses the one around it, and time outside all phases is
+    `other`, so the phases of a step add up to the step. One thread only.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -150,14 +150,12 @@ class Console:
     def __init__(
         self, command: str, name: str, *, log: Path | None = None, file: IO[str] | None = None, live: bool | None = None
     ) -> None:
-        """`log`: notes and step lines are appended to it. `live`: empty asks whether `file` is a
-        terminal.
-        """
+        """`log`: file to append notes and step lines to. `live`: draw a live display; None: if `file` is a terminal."""
         self.clock = PhaseClock()
         self.total: int | None = None  # steps, where that is known
         self.title = f"saccade {command} · {name}"
         self.last, self.metrics = 0, dict[str, float | str]()  # of the last step
-        self.done: tuple[int, int] | None = None  # of the phase
+        self.done: tuple[int, int] | None = None  # (done, total) of the current phase
         self.idle = "starting"
         self.ends: deque[float] = deque(maxlen=24)  # when the last steps ended
         self._log = log

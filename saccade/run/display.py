@@ -29,7 +29,7 @@ from saccade.types import Group
 
 log = logging.getLogger(__name__)
 
-NOTED_EVERY = 25  # steps between two equal diagnoses
+NOTED_EVERY = 25  # steps between two messages on the same topic
 
 
 class Display:
@@ -40,7 +40,7 @@ class Display:
         self.trajectories = HOOKS["trajectories"](folder.path)
         self._open = ExitStack()
         self._history: deque[Mapping[str, Any]] = deque(maxlen=32)
-        self._noted: dict[str, int] = {}  # what a diagnosis is about → the step that said it last
+        self._noted: dict[str, int] = {}  # topic → step of its last message
         self._rss_at_start = host_memory()["mem/host_rss_gb"]
         self._peaks: dict[str, float] = {}
         self._range: Callable[[str], AbstractContextManager[object]] = nullcontext
@@ -55,13 +55,13 @@ class Display:
         self._open.__exit__(*error)
 
     def begin(self, total: int, device: Device, family: Family) -> None:
-        """`total` steps will come; shares are those of the peaks of `device`."""
+        """`total`: number of steps; `device`: utilisation is relative to its peak rates."""
         self.console.total = total
         self._device, self._family = device, family
 
     def truncate_after(self, step: int) -> None:
         """Remove what a killed run recorded after the checkpoint that is resumed from."""
-        last = step or -1  # validation before step 1 is made again
+        last = step or -1  # if the run starts again, so does its validation before step 1
         self.loggers.truncate_after(last)
         self.trajectories.truncate_after(last)
 
@@ -71,39 +71,37 @@ class Display:
         with self.console.phase(name), self._range(name):
             yield
             if name == "update" and torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # the optimizer's kernels are only queued by then
+                torch.cuda.synchronize()  # the optimizer's kernels are only queued so far
         peak = gpu_peak_gb()
         if peak is not None:
             key = f"mem/gpu_peak_gb/{name}"
-            self._peaks[key] = max(peak, self._peaks.get(key, 0.0))  # a phase may come again
+            self._peaks[key] = max(peak, self._peaks.get(key, 0.0))  # a phase may occur again in a step
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
-        """The step under torch's profiler; its phases appear as ranges. Nothing is written when the
-        body fails.
-        """
+        """Run the step under torch's profiler; its phases appear as ranges. Nothing is written when the body fails."""
         path = self.folder.path / f"trace-step-{step}.json.gz"
         self._range = record_function
         with profile() as profiler:
             yield
         self._range = nullcontext
-        with self.console.phase("trace"):  # of the next step, and not a part of what it does
+        with self.console.phase("trace"):  # counted in the next step, as a phase of its own
             profiler.export_chrome_trace(str(path))
         log.info(f"trace {path}; ui.perfetto.dev shows it, and that step took longer")
 
     def finish_step(self, step: int, metrics: Mapping[str, float], unread: str) -> dict[str, Any]:
-        """Log and show the metrics of a step with its times and memory, and say so when little is
-        being learned; returns the row. `unread`: where the verifier looked in vain for an answer.
+        """Log and show the metrics of a step with its times and memory, and log advice if little is being learned;
+        returns the row. `unread`: a text on where the verifier found no answer.
         """
         times = self.console.clock.lap()
         row = {
-            **self._gpu_memory(),  # several GPUs report their own
+            **self._gpu_memory(),  # replaced by `metrics` of several GPUs
             **metrics,
             **HOOKS["rates"](metrics, times, self._device),
             **host_memory(self._rss_at_start),
             **times,
         }
-        with self.console.phase("log"):  # of the step that begins here
+        with self.console.phase("log"):  # counted in the next step
             self.loggers.log(row, step)
             if self.loggers.shows:
                 self.trajectories.flush()
@@ -115,19 +113,19 @@ class Display:
         return row
 
     def advise(self, about: str, line: str, step: int) -> None:
-        """Say it, but not again and again."""
+        """Log a message on a topic, at most once in NOTED_EVERY steps."""
         if step - self._noted.get(about, -NOTED_EVERY) >= NOTED_EVERY:
             log.info(line)
             self._noted[about] = step
 
     def store(self, groups: Sequence[Group], *, step: int, scores: Sequence[str], kind: str = "train") -> None:
         """Write rollouts to disk; `scores`: data sources whose outcome is a score."""
-        version = step - (kind == "train")  # its samples are older than its update
+        version = step - (kind == "train")  # rollouts are sampled before the update
         self.trajectories.write(step, groups, self._family, version=version, kind=kind, scores=scores)
         self.loggers.stored.append((kind, step))
 
     def _gpu_memory(self) -> dict[str, float]:
-        """Peaks of the phases and of the step, and what the allocator keeps; none without a GPU."""
+        """GPU memory in GiB: peaks of phases and step, and what the allocator reserves; empty without a GPU."""
         peaks, self._peaks = self._peaks, {}
         if not peaks:
             return {}

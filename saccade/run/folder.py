@@ -1,7 +1,6 @@
-"""The folder of a run: created once, locked while a process writes to it, compared with the config
-on resume.
+"""The folder of a run: created once, locked while a process writes to it, compared with the config on resume.
 
-What the metrics, rollouts and checkpoints inside it mean is not known here.
+Does not interpret the metrics, rollouts and checkpoints inside it.
 
     with RunFolder.open(options, texts, command="rl", manifest={"data": hashes}) as folder:
         print(folder.metrics)
@@ -32,17 +31,17 @@ from saccade import config as configs
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 from saccade.system.revision import revision
 
-CHOSEN = "config.yaml"  # the options that were given; beside it all, with their values
+CHOSEN = "config.yaml"  # the options that were given; CONFIG holds all options
 CONFIG, MANIFEST, METRICS, LOG = "config.resolved.yaml", "manifest.json", "metrics.jsonl", "log.txt"
 TRAJECTORIES, CHECKPOINTS, LOCK = "trajectories", "checkpoints", ".lock"
-RECORD = "record"  # among trajectories: what the engine said
-OF_RANKS = ("rank-*.log", ".seen-by-ranks*")  # the processes of several GPUs
+RECORD = "record"  # inside TRAJECTORIES: completions, with rollout.record=write
+OF_RANKS = ("rank-*.log", ".seen-by-ranks*")  # written by the ranks of a run on several GPUs
 QUARANTINE = "quarantine.jsonl"  # rows that are left out
 RESULTS = "results.json"  # of an evaluation
 
-# What a resumed run may change: how long it goes on, what watches it (it says if a validation set
-# changed), what it puts up with, and where its judge is. Name and place of the folder are where it
-# was found, so they cannot contradict it.
+# What a resumed run may change: its length, hardware and memory layout, its validation and logging (a changed
+# validation set is reported), which failures it tolerates, and where its judge is. `run.name` and `run.out` only say
+# where the folder is.
 MAY_DIFFER = (
     *("run.max_steps", "run.max_hours", "run.resume", "run.name", "run.out", "run.trace"),
     *("run.gpus", "run.launcher", "run.restarts", "run.min_gpus", "rollout.replicas"),
@@ -72,16 +71,16 @@ class RunFolder:
         self.path, self.resumed = path, resumed
         self.metrics, self.log = path / METRICS, path / LOG
         self.trajectories, self.checkpoints = path / TRAJECTORIES, path / CHECKPOINTS
-        self.changed: list[str] = []  # files of the user's functions, since the last start
+        self.changed: list[str] = []  # files of the user's functions that changed since the last start
 
     @classmethod
     @contextmanager
     def open(
         cls, options: Mapping[str, Any], texts: Mapping[str, str], *, command: str, manifest: Mapping[str, Any]
     ) -> Iterator[RunFolder]:
-        """Create OUT/NAME and write its config and manifest, or take up the run that is there; no other
-        process does until this ends. `options` are all of them as a tree, `texts` the files that hold
-        them.
+        """Create OUT/NAME and write its config and manifest, or resume the run in it. The folder is locked against
+        other processes until the context ends. `options`: all options as a tree; `texts`: the config files to write, by
+        name.
         """
         path = Path(options["run"]["out"]) / options["run"]["name"]
         existed = path.exists()
@@ -99,7 +98,7 @@ class RunFolder:
                 raise
 
     def set_aside_records(self) -> list[str]:
-        """Metrics and rollouts under new names, which are returned; the run begins again."""
+        """Rename metrics and rollouts, because the run starts again; returns the new names."""
         number = next(n for n in count(1) if not (self.path / f"{METRICS}.{n}").exists())
         for file in (self.metrics, self.trajectories):
             file.rename(f"{file}.{number}")
@@ -133,14 +132,14 @@ class RunFolder:
             write_whole(self.path / name, text)
 
     def _remove_if_nothing_happened(self) -> None:
-        """A start that was refused leaves no folder, so that the fixed command can be given again,
-        unless there is anything else in it than what `open` wrote.
+        """Remove the folder of a start that was refused, so that the corrected command can be given again, unless it
+        contains anything that `open` did not write.
         """
         inside = {str(entry.relative_to(self.path)) for entry in self.path.rglob("*")}
         ours = {CHOSEN, CONFIG, MANIFEST, METRICS, LOG, LOCK, TRAJECTORIES, CHECKPOINTS}
         ours |= {file.name for pattern in OF_RANKS for file in self.path.glob(pattern)}
         if inside <= ours and not self.metrics.stat().st_size:
-            for name in (CHOSEN, MANIFEST, CONFIG):  # first: without them the rest can be begun again
+            for name in (CHOSEN, MANIFEST, CONFIG):  # first: without them, a start in this folder is allowed
                 (self.path / name).unlink(missing_ok=True)
             shutil.rmtree(self.path, ignore_errors=True)  # a rank that has not ended yet may write its log
 
@@ -149,7 +148,7 @@ class RunFolder:
 
 
 def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]) -> bool:
-    """Whether a run is there to go on with; refuses what cannot be continued."""
+    """Whether the folder holds a run to resume; raises if that run cannot be continued."""
     if options["run"]["resume"] == "none":
         raise ConfigError(f"{path} exists: use run.resume=auto to continue it, or another run.name=… or --out DIR")
     stored = path / CONFIG
@@ -173,10 +172,10 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
 
 def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
     now = json.loads(json.dumps(dict(manifest), default=str))
-    # What is gone now is reported by the code that needs it.
+    # What is missing now is reported by the code that needs it.
     changed = [key for key in PINNED if key in stored and now.get(key) not in (None, stored[key])]
     reasons = {key: f"{stored[key]!r} in the folder, {now[key]!r} now" for key in changed}
-    files = [  # which of the data they are
+    files = [  # which of the data changed
         f"{new['path']}, or a medium that its rows show ({old['rows']} usable rows in the folder, {new['rows']} now)"
         for old, new in zip(stored.get("sets", []), now.get("sets", []), strict=False)
         if old["hash"] != new["hash"]
@@ -189,7 +188,7 @@ def _manifest_changes(stored: Mapping[str, Any], manifest: Mapping[str, Any]) ->
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Options that are not the same in two trees, by their whole names."""
+    """Options that differ between two trees, by full name: (value before, value now)."""
     old, new = dict(leaves(before)), dict(leaves(now))
     return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
 
@@ -208,7 +207,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Whole or not at all, also when the machine goes down meanwhile, or another process writes."""
+    """Write the file atomically, even if the machine crashes or another process writes to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:

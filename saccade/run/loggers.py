@@ -27,10 +27,10 @@ Row = Mapping[str, float | str]
 class Logger(NamedTuple):
     write: Callable[[Row, int], object]  # a row of a step
     close: Callable[[], object]
-    show: Callable[[str, int], object] | None = None  # rollouts of a kind that a step has stored
+    show: Callable[[str, int], object] | None = None  # (kind, step): show the rollouts stored for them
 
 
-# Rows open a logger: (folder, first step of a resumed run) → Logger.
+# Functions that open a logger: (folder, first step of a resumed run) → Logger.
 LOGGERS: Table[Any] = Table("loggers", {})
 
 
@@ -43,12 +43,12 @@ class Loggers:
         self._unwritten: list[str] = []
         self._waiting = [*(["tensorboard"] if track.tensorboard else []), *track.loggers]
         self._open: dict[str, Logger] = {}
-        self.stored: list[tuple[str, int]] = []  # rollouts that are not shown yet
+        self.stored: list[tuple[str, int]] = []  # (kind, step) of stored rollouts that are not shown yet
         with folder.metrics.open("ab") as file:  # a kill may have cut the last line short
             file.truncate(folder.metrics.read_bytes().rfind(b"\n") + 1)
 
     def log(self, metrics: Row, step: int) -> None:
-        """Write one row. Never raises for a logger's sake."""
+        """Write one row. Errors of a logger are not raised."""
         numbers = {n: float(v) if math.isfinite(v) else None for n, v in metrics.items() if not isinstance(v, str)}
         values = {name: numbers.get(name, value) for name, value in metrics.items()}
         row = {"step": step, "time": round(time.time(), 3)} | values
@@ -66,14 +66,14 @@ class Loggers:
         return any(logger.show for logger in self._open.values())
 
     def show(self) -> None:
-        """Tables of the rollouts that are on disk by now."""
+        """Let loggers show the rollouts that were stored since the last call."""
         stored, self.stored = self.stored, []
         for name, logger in list(self._open.items()):
             for kind, step in stored if logger.show else ():
                 self._guard(name, logger.show, kind, step)
 
     def truncate_after(self, step: int) -> None:
-        """Forget what a killed run logged after the checkpoint that is resumed from."""
+        """Remove the rows that a killed run logged after the checkpoint that is resumed from."""
         path = self._folder.metrics
         kept = [row for row in read_metrics(path) if row["step"] <= step]
         write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept))
@@ -88,7 +88,7 @@ class Loggers:
             self._append()
 
     def _append(self) -> None:
-        """Rows that a full disk refuses wait for the next call."""
+        """Append the unwritten rows; if the disk is full, they stay for the next call."""
         try:
             append_whole(self._folder.metrics, "".join(self._unwritten).encode())
         except OSError as error:
@@ -109,8 +109,8 @@ class Loggers:
 
 
 def read_metrics(path: Path, say: Callable[[str], object] = log.warning) -> list[dict[str, Any]]:
-    """Rows of a metrics file or run folder; a last line that a kill cut short is left out, and so is what is no row,
-    which `say` hears of.
+    """Returns the rows of a metrics file or run folder. A last line that a kill cut short is skipped; other invalid
+    lines are skipped and reported with `say`.
     """
     file = path / METRICS if path.is_dir() else path
     *whole, _torn = file.read_bytes().split(b"\n") if file.exists() else [b""]
@@ -125,7 +125,7 @@ def read_metrics(path: Path, say: Callable[[str], object] = log.warning) -> list
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Append all of it or nothing."""
+    """Append all of the data or none of it."""
     with path.open("ab", buffering=0) as file:
         start, written = file.tell(), 0
         try:

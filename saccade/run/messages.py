@@ -1,7 +1,7 @@
-"""Where the messages of the package are shown.
+"""Shows the log messages of the package.
 
-Every module logs to a child of the logger `saccade`; the display of a run, or the command, shows
-what arrives there. A warning says that it is one.
+Every module logs to a child of the logger `saccade`; the display of a run, or the command, shows the messages that
+arrive there. Warnings are marked as such.
 
     with shown_by(print):
         logging.getLogger("saccade.data").warning("no rows")  # prints WARNING: no rows
@@ -15,7 +15,7 @@ LOGGER = logging.getLogger("saccade")
 
 
 class Shown(logging.Handler):
-    """Hands every message to a function, such as `print`; what that raises is not caught."""
+    """A handler that passes every message to a function, such as `print`; its exceptions propagate."""
 
     def __init__(self, show: Callable[[str], object]) -> None:
         super().__init__(logging.INFO)
@@ -28,7 +28,7 @@ class Shown(logging.Handler):
 
 @contextmanager
 def shown_by(show: Callable[[str], object]) -> Iterator[None]:
-    """Inside, only `show` gets the messages."""
+    """Context manager: inside, only `show` gets the messages."""
     before = LOGGER.handlers, LOGGER.level, LOGGER.propagate
     LOGGER.handlers, LOGGER.propagate = [Shown(show)], False
     LOGGER.setLevel(logging.INFO)

@@ -1,9 +1,8 @@
-"""The numbers that follow from scored groups alone, under the names of docs/runs.md.
+"""Metrics that follow from scored groups alone, under the names of docs/runs.md.
 
-Rewards, groups and advantages count live members (whose status is not excluded); lengths, turns and
-end reasons count all members, because a step whose answers were all thrown away must show why. A
-greedy baseline (`trained` false) counts nowhere, unless a group holds nothing else. Knows nothing
-of losses or backends.
+Rewards, groups and advantages count live members (whose status is not excluded); lengths, turns and end reasons count
+all members, because a step whose answers were all excluded must show why. A greedy baseline (`trained` false) counts
+nowhere, unless a group holds nothing else. Knows nothing of losses or backends.
 
     >>> group_metrics([])
     {}
@@ -21,11 +20,11 @@ import psutil
 from saccade.registry import Table
 from saccade.types import ALWAYS_EXCLUDED, POLICY, STATUS_OF_END, Group, Trajectory
 
-RIGHT, WRONG = 0.99, 0.01  # outcomes beyond count as right and wrong, as in dynamic sampling
+RIGHT, WRONG = 0.99, 0.01  # least outcome that is right, most that is wrong, as in dynamic sampling
 UNFINISHED = ("truncated", "overturn", "void")
-# How good a validation set is: its name, and accuracy or a score of whatever scale.
+# The main metrics of a validation set: accuracy, or scores of any scale.
 MEASURE = re.compile(r"val/(.+?)/(accuracy|score(?:/.+)?)")
-# Of all trajectories of a step or of a set.
+# Metrics of plugins, over all trajectories of a step or of a set.
 METRICS: Table[Callable[[Sequence[Trajectory]], dict[str, float]]] = Table("metrics", {})
 QUARTERS = (0, 25, 50, 75, 100)
 
@@ -38,9 +37,9 @@ def group_metrics(
     compares: bool = True,
     scores: Collection[str] = (),
 ) -> dict[str, float]:
-    """All metrics of one step or validation set; the options as in the algorithm's row. `compares`:
-    whether it learns from differences inside a group. `scores`: sources whose outcome is no
-    accuracy.
+    """All metrics of one step or validation set; `exclude_status` and `excluded_in_baseline` as in the algorithm.
+    `compares`: whether the algorithm learns from differences within a group. `scores`: data sources whose outcome is a
+    score, not an accuracy.
     """
     excluded = ALWAYS_EXCLUDED | set(exclude_status)
     members = [_members(group) for group in without_scores(groups, scores)]
@@ -48,7 +47,7 @@ def group_metrics(
     if not everyone:
         return {}
     live = compared = [_scored(group, excluded) for group in members]
-    if excluded_in_baseline:  # who is excluded still says how good the others are
+    if excluded_in_baseline:  # excluded members still count in the baseline
         compared = [_scored(group, ALWAYS_EXCLUDED) if _scored(group, excluded) else [] for group in members]
     sources = [group.sample.data_source for group in groups]
     return (
@@ -64,7 +63,7 @@ def group_metrics(
 def signal_metrics(
     trained: Sequence[Group], sampled: Sequence[Group], exclude_status: Collection[str] = ()
 ) -> dict[str, float]:
-    """What the groups that are trained on teach, and what they cost: rewards as they are shaped."""
+    """How many groups have a learning signal, with rewards as shaped, and how many rollouts one takes."""
     excluded = ALWAYS_EXCLUDED | set(exclude_status)
     live = [
         members
@@ -81,7 +80,7 @@ def signal_metrics(
 
 
 def without_scores(groups: Sequence[Group], scores: Collection[str]) -> Sequence[Group]:
-    """The groups, with no outcome where it says nothing about right and wrong."""
+    """The groups, without the outcomes of data sources where these are scores and no accuracy."""
     if not scores:
         return groups
     return [
@@ -93,7 +92,7 @@ def without_scores(groups: Sequence[Group], scores: Collection[str]) -> Sequence
 
 
 def episode_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns and tools of a validation set; nothing where a question gets one answer."""
+    """Turn and tool metrics of a validation set; empty if all episodes have one turn and no tools."""
     if not any(t.turns > 1 or "tool_calls" in t.info for t in everyone):
         return {}
     found = _turn_metrics(list(everyone)) | _more_metrics(everyone)
@@ -166,7 +165,7 @@ def _group_metrics(live: list[list[Trajectory]], compared: list[list[Trajectory]
 
 
 def _is_dead(rewards: list[float]) -> bool:
-    """No member differs from another: the group says nothing about which answer is better."""
+    """Whether all rewards are equal: then the group says nothing about which answer is better."""
     if len(rewards) < 2:
         return True
     low, high = min(rewards), max(rewards)
@@ -197,7 +196,7 @@ def _turn_metrics(everyone: list[Trajectory]) -> dict[str, float]:
     count = len(everyone)
     turns = [t.turns for t in everyone]
     reasons = Counter(t.end_reason for t in everyone)
-    # How it ended even when its reward failed later and turned the status into an error.
+    # By end reason, as a reward that failed later may have turned the status into an error.
     ends = Counter(t.status if t.status in UNFINISHED else STATUS_OF_END.get(t.end_reason) for t in everyone)
     several = max(turns) > 1
     return {
@@ -233,19 +232,19 @@ def _share(flags: Iterable[bool]) -> float:
 
 
 def validation_measures(names: Iterable[str]) -> list[tuple[str, str]]:
-    """(set, accuracy or score) of those metrics that say how good a set is, in order."""
+    """Sorted (set, accuracy or score) of the main metrics of validation sets among these names."""
     found = map(MEASURE.fullmatch, names)
     return sorted({(match[1], match[2]) for match in found if match})
 
 
 def interval_of(leaf: str) -> tuple[str, str]:
-    """Names of the metrics that hold its 95 % interval."""
+    """Names of the metrics that hold the 95 % interval of `leaf`."""
     prefix = "" if leaf == "accuracy" else f"{leaf}_"
     return f"{prefix}ci_low", f"{prefix}ci_high"
 
 
 def host_memory(start_gb: float | None = None) -> dict[str, float]:
-    """Resident memory of this process; with the reading of an earlier moment also its growth."""
+    """Resident memory of this process in GiB; with an earlier reading also its growth."""
     now = psutil.Process().memory_info().rss / 2**30
     growth = {} if start_gb is None else {"mem/rss_growth_gb": now - start_gb}
     return {"mem/host_rss_gb": now} | growth

@@ -18,25 +18,25 @@ BEFORE = {"memory": "algorithm_state", "val": "validation_sets"}  # names in old
 class Progress:
     step: int = 0  # the last finished one
     updates: int = 0  # optimizer steps of the policy, as the schedule counts them
-    stream: Mapping[str, Any] | None = None  # place in the training rows
-    demonstrations: Mapping[str, Any] | None = None  # place in theirs
+    stream: Mapping[str, Any] | None = None  # position in the training rows
+    demonstrations: Mapping[str, Any] | None = None  # position in the demonstrations
     algorithm: tuple[str, ...] = ()  # its resolved options
     algorithm_state: Mapping[str, Any] | None = None
     scores: tuple[str, ...] = ()  # data sources whose outcome is a score, neither right nor wrong
-    bad_updates: Mapping[str, int] = field(default_factory=dict)  # in a row, of policy and critic
+    bad_updates: Mapping[str, int] = field(default_factory=dict)  # skipped updates in a row, of policy and critic
     validation_sets: Mapping[str, str] | None = None  # name and hash
-    unvalidated: bool = False  # the validation of this step is not over
+    unvalidated: bool = False  # the validation of this step is due and not finished
     best_step: int | None = None
     best_score: float | None = None
     best_metric: str | None = None
-    since_best: int = 0  # validations
+    since_best: int = 0  # validations since the best one
 
     def with_scores(self, sources: Iterable[str]) -> Progress:
         return replace(self, scores=(*self.scores, *sorted(set(sources) - set(self.scores))))
 
     def with_sets(self, sets: Mapping[str, str]) -> tuple[Progress, list[str]]:
-        """With these validation sets, and the names of those that changed since the last start:
-        their scores do not continue those of the steps before.
+        """Returns the progress with these validation sets, and the names of those that changed since the last start:
+        their scores cannot be compared with earlier ones.
         """
         before = self.validation_sets if self.validation_sets is not None else sets
         changed = [name for name in sets if before.get(name, sets[name]) != sets[name]]
@@ -46,8 +46,8 @@ class Progress:
         return now, changed
 
     def with_best(self, metrics: Mapping[str, float], step: int, wanted: str | None) -> tuple[Progress, str]:
-        """With the best step so far by the metric `wanted`, and a warning where that was not
-        measured. The metric of a set that is measured elsewhere is not missed.
+        """Returns the progress with the best step so far by the metric `wanted`, and a warning if the set of that
+        metric was measured, but not the metric.
         """
         name = wanted or _default_metric(metrics, self.best_metric)
         if name is None or name not in metrics:
@@ -59,14 +59,14 @@ class Progress:
                 f"best; there are {', '.join(there)}"
             )
         now = replace(self, best_metric=name)
-        if name != (self.best_metric or name):  # a score by another metric compares with nothing
+        if name != (self.best_metric or name):  # scores by different metrics cannot be compared
             now = replace(now, best_score=None, best_step=None, since_best=0)
         if step > 0 and (now.best_score is None or metrics[name] > now.best_score):
             return replace(now, best_score=metrics[name], best_step=step, since_best=0), ""
         return replace(now, since_best=now.since_best + (step > 0)), ""
 
     def enough(self, patience: int | None, target: float | None) -> str:
-        """Why no further step is made; empty where one is."""
+        """Returns why the run stops here, or an empty string."""
         best = f"{self.best_metric} {self.best_score} of step {self.best_step}"
         if target is not None and self.best_score is not None and self.best_score >= target:
             return f"run.stop.target={target:g} is reached: {best}"
@@ -81,8 +81,8 @@ def from_json(stored: Mapping[str, Any]) -> Progress:
 
 
 def _default_metric(metrics: Mapping[str, float], before: str | None) -> str | None:
-    """Accuracy of the first set, or its score where nothing is right or wrong; None where only
-    other sets than that were measured.
+    """The name of the first set's accuracy, or of its score if no set has an accuracy; None if the set of the metric
+    used so far was not measured.
     """
     of_set = f"{before.rpartition('/')[0]}/" if before else ""
     if not any(key.startswith(of_set) for key in metrics):

@@ -1,9 +1,8 @@
-"""Rows that turn out bad when they are used: an image whose header is good and whose pixels are
-not, or a file that changed since it was read.
+"""Rows that turn out bad when they are used: an image with a valid header and broken pixels, or a file that changed
+since it was read.
 
-One rule in training, validation, `eval` and `generate`: such a row is left out, logged and listed
-by id; more than `data.max_bad_fraction` of a set, those that were bad as it was read included, stop
-the command.
+The same rule in training, validation, `eval` and `generate`: such a row is left out, logged and listed by id. If more
+than `data.max_bad_fraction` of a set is bad, rows that were bad when it was read included, the command stops.
 
     quarantine = Quarantine(folder, config.data)
     samples = quarantine.whole(dataset, family)
@@ -30,16 +29,16 @@ log = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Remembers which rows were found, so that each counts once however often it comes round."""
+    """Remembers the bad rows that were found, so that each counts once however often it is drawn."""
 
     def __init__(self, folder: Path, config: DataConfig) -> None:
         self.file, self._config = folder / QUARANTINE, config
         self._found: dict[tuple[str, str], BadRow] = {}  # by hash of the set and id
-        self._looked_at: set[str] = set()  # hashes of whole sets
+        self._looked_at: set[str] = set()  # hashes of the sets that were checked in full
 
     def sound(self, samples: Sequence[Sample], dataset: Dataset, family: Family) -> list[Sample]:
-        """Those whose media can be shown, by what the model reads of them: that is kept for it, and
-        what was kept before is not decoded again.
+        """Returns the samples whose media can be decoded. They are decoded into the cache that the model reads, and
+        what is cached is not decoded again.
         """
         reasons = in_threads(partial(decode_error, cache=family.cache), samples)
         for sample, reason in zip(samples, reasons, strict=True):
@@ -48,7 +47,7 @@ class Quarantine:
         return [s for s, reason in zip(samples, reasons, strict=True) if reason is None]
 
     def take(self, stream: Stream, count: int, family: Family) -> list[Sample]:
-        """The next rows that can be shown; a row that cannot is replaced by the one after it."""
+        """Take the next usable rows; a bad row is replaced by the one after it."""
         taken: list[Sample] = []
         while len(taken) < count:
             samples = stream.take(count - len(taken))
@@ -56,7 +55,7 @@ class Quarantine:
         return taken
 
     def whole(self, dataset: Dataset, family: Family) -> list[Sample]:
-        """The sound rows of a set, looked at once however often it is measured."""
+        """The usable rows of a set; its media are checked once, however often it is measured."""
         if dataset.hash not in self._looked_at:
             self._looked_at.add(dataset.hash)
             self.sound(dataset.samples, dataset, family)
@@ -64,7 +63,7 @@ class Quarantine:
         return [sample for sample in dataset.samples if sample.id not in bad]
 
     def found(self, dataset: Dataset) -> list[BadRow]:
-        """Rows of the set that were good when it was read."""
+        """Rows of the set that were found bad after it was read."""
         return [row for (of, _), row in self._found.items() if of == dataset.hash]
 
     def left_out(self, dataset: Dataset) -> int:
@@ -92,7 +91,7 @@ class Quarantine:
 
 
 def decode_error(sample: Sample, cache: Callable[[Media], ImageCache] = lambda media: DECODED) -> str | None:
-    """Why an image of the row, or another medium, cannot be shown."""
+    """Returns why an image or another medium of the row cannot be decoded, or None."""
     for media in sample.every_media:
         try:
             cache(media).get(media)

@@ -27,7 +27,7 @@ class Interval(NamedTuple):
 
 
 def wilson(successes: float, n: int) -> Interval:
-    """Score interval of a proportion (Wilson 1927); with no trials it is everything."""
+    """Score interval of a proportion (Wilson 1927); with no trials it is 0..1."""
     if n == 0:
         return Interval(0.0, 1.0)
     share = successes / n
@@ -53,7 +53,7 @@ def bootstrap_mean(values_per_item: Values, seed: int = 0) -> Interval:
 
 
 def mean_interval(values_per_item: Values) -> Interval:
-    """Wilson where every item is wholly right or wholly wrong, else a bootstrap over items."""
+    """Wilson if every item is wholly right or wholly wrong, else a bootstrap over items."""
     means = item_means(values_per_item)
     if np.isin(means, (0.0, 1.0)).all():
         return wilson(float(means.sum()), len(means))
@@ -78,8 +78,8 @@ def item_means(values_per_item: Values) -> np.ndarray:
 
 
 def around_a_constant(values: np.ndarray, least: float) -> Interval:
-    """The interval of equal values that could lie in least..1: a bootstrap would call them certain. As many
-    items may differ, and as far as they can, as Wilson allows where none of these does.
+    """Interval of equal values within least..1, for which a bootstrap has width 0. The share of items that may differ,
+    by as much as the range allows, is the upper end of Wilson's interval for 0 of n.
     """
     value, differing = float(values[0]), wilson(0, len(values)).high
     return Interval(value - differing * (value - least), value + differing * (1.0 - value))

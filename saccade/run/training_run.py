@@ -1,4 +1,4 @@
-"""A training run around its loop: its folder, its display, its checkpoints, and when it ends.
+"""Everything around a training loop: run folder, display, checkpoints, signals, and when the run ends.
 
 with Run(config, "rl", manifest) as run:
     run.begin(100, backend, [data], parts={})
@@ -42,8 +42,8 @@ from saccade.types import Group
 
 log = logging.getLogger(__name__)
 
-PLAIN = (int, float, str, tuple, list, dict)  # what a file can hold of an option of the user's function
-TRACED_STEP = 3  # the first ones load kernels and lay out memory
+PLAIN = (int, float, str, tuple, list, dict)  # option values of user functions that YAML can hold; others become text
+TRACED_STEP = 3  # earlier steps load kernels and allocate memory
 
 
 class Stopping(Exception):
@@ -52,19 +52,19 @@ class Stopping(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a validation found: `Run` asks it whether it is `due`, then to `measure`, or to `begin` beside rollouts."""
+    """The result of a validation: what its `measure` returns to `Run`, or the function that its `begin` returns."""
 
     metrics: Mapping[str, float]
     scores: Sequence[str] = ()  # data sources whose outcome is a score
-    stored: Mapping[str, Sequence[Group]] = field(default_factory=dict)  # by the kind of rollout
-    advice: Mapping[str, str] = field(default_factory=dict)  # what it is about → a line
+    stored: Mapping[str, Sequence[Group]] = field(default_factory=dict)  # rollouts to store, by kind (val/SET)
+    advice: Mapping[str, str] = field(default_factory=dict)  # topic → message
 
 
 def open_folder(
     config: Config, command: str, manifest: Mapping[str, Any], algorithm: AlgorithmConfig
 ) -> AbstractContextManager[RunFolder]:
-    """The folder of a run. From the options that were chosen, which one file holds, the run is repeated, not resumed.
-    The other file holds all of them, and those of the functions of the algorithm, defaults included.
+    """Open the run folder with two config files: one has the options that were given, to start the run again (without
+    run.resume); the other has all options, with defaults, and those of the algorithm's functions.
     """
     args = {n: v if isinstance(v, PLAIN) else str(v) for n, v in algorithm.args.items()}
     own = config.algorithm.model_copy(update={"args": args, "correct": algorithm.correct})
@@ -87,7 +87,7 @@ class Run:
         self._services = ExitStack()
         self._began = time.monotonic()
         self._signal: int | None = None
-        self._updating = False  # between the first weight that moves and the end of the step
+        self._updating = False  # from the first change of weights to the end of the step
         self._out_of_time = False
         self._awaited: Callable[[], Measured] | None = None  # a validation that has begun
 
@@ -102,7 +102,7 @@ class Run:
                 self.progress = from_json(checkpoint.read_progress(self.start))
             broken = checkpoint.not_whole(saved, after=self.step) if self.start else {}
             self.display = stack.enter_context(Display(self.folder, self.command, config.track))
-            if config.run.gpus == 1:  # several processes are watched where they are called
+            if config.run.gpus == 1:  # a run on several GPUs is watched by its team of ranks
                 stack.enter_context(HOOKS["watchdog"](self.display.console, self.folder.path, config.run.stop.stalled))
             self.quarantine = Quarantine(self.folder.path, config.data)
             step = self.step if self.start else None
@@ -118,7 +118,7 @@ class Run:
     def _say_how_it_starts(self, broken: Mapping[Any, str]) -> None:
         config, folder = self.config.run, self.folder
         unlimited = None
-        if config.gpus == 1:  # else this process takes no memory there
+        if config.gpus == 1:  # else the ranks take the memory, not this process
             unlimited = devices.no_limit(config.gpu_memory_gib, devices.unoccupied(config.device))
         for text in filter(None, [not_counted(self.config, self.command), unlimited]):
             log.info(text)
@@ -144,7 +144,7 @@ class Run:
 
     def _end(self, error: BaseException | None) -> None:
         """Write what is not on disk yet, and say how to continue."""
-        if isinstance(error, Exception):  # of a refusal that has no cause its text says all
+        if isinstance(error, Exception):  # a SaccadeError without a cause needs no traceback
             plain = isinstance(error, SaccadeError) and error.__cause__ is None
             text = str(error) if plain else "".join(format_exception(error)).rstrip()
             self.display.console.log(text)
@@ -152,12 +152,12 @@ class Run:
         unsaved = self.step > (self.checkpointer.saved or 0)
         if isinstance(error, Exception) and unsaved and not self._updating:
             try:
-                self.save(last=True)  # what failed had not touched the weights of the last step
+                self.save(last=True)  # the error came before any update, so weights are those of the last step
             except Exception as another:
-                if str(another) != str(error):  # a disk that is full says so twice
+                if str(another) != str(error):  # a full disk raises twice
                     log.info(f"step {self.step} could not be saved: {another}")
         saved = self.folder.checkpoints / f"step-{self.checkpointer.saved}"
-        # It is not there where the run started from another run's, and nothing is saved yet.
+        # It is missing if the run started from another run's checkpoint and has saved nothing yet.
         if isinstance(error, Exception) and not isinstance(error, Interrupted) and saved.is_dir():
             text = f"step {self.checkpointer.saved} is saved in {saved}; fix this, then continue with run.resume=auto"
             if isinstance(error, SaccadeError):
@@ -173,8 +173,8 @@ class Run:
     # -- before the first step --
 
     def restore(self, backend: Trainer, streams: Mapping[str, Stream], parts: Mapping[str, Any]) -> None:
-        """From a checkpoint, all of these continue where they were; streams and parts by the names
-        that it has for them.
+        """Load the state of backend, streams and parts, if the run starts from a checkpoint. Streams and parts are
+        given by their names in it.
         """
         if self.start is not None:
             backend.load_state(self.start / "state")
@@ -198,8 +198,8 @@ class Run:
             log.warning(f"data.val: {names} is not what it was up to step {self.step}; do not compare its scores")
 
     def begin(self, total: int, backend: Trainer, sets: Iterable[Dataset], parts: Mapping[str, Any]) -> None:
-        """Everything is loaded: from here on a signal writes a checkpoint first. What is not used
-        of the `sets` is listed. `parts` have state beside the backend's.
+        """Everything is loaded: from here on, a signal saves a checkpoint before the run ends. Rows of `sets` that are
+        not used are listed in a file. `parts` have state that checkpoints save besides the backend's.
         """
         self.total = total
         self.checkpointer.begin(backend, parts, first=self.step + 1, total=total)
@@ -209,17 +209,17 @@ class Run:
             self.quarantine.record(dataset.aside)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if signal.getsignal(number) != signal.SIG_IGN:  # as nohup wants it
+                if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup
                     before = signal.signal(number, self._on_signal)
                     self._services.callback(signal.signal, number, before)
 
     def log_start(self, metrics: Mapping[str, float]) -> None:
-        """Metrics of the model before step 1."""
+        """Log metrics of the model before step 1."""
         if metrics and self.step == 0:
             self.display.loggers.log(metrics, 0)
 
     def validate_start(self, validation: Any) -> None:
-        """The score of the start, for the comparison, or of a step that a run ended without."""
+        """Validate before step 1, for comparison, or the last step of a run that ended before its validation."""
         again = self.progress.unvalidated
         if not validation.sets or not (again or (self.config.val.before and self.step == 0)):
             return
@@ -227,7 +227,7 @@ class Run:
         if found:
             self.display.loggers.log(found, self.step)
         if again and found:
-            self.checkpointer.saved = None  # as it is now
+            self.checkpointer.saved = None  # so that the step is saved again, with this validation
             self.save(last=True)
 
     # -- the steps --
@@ -238,11 +238,11 @@ class Run:
         return self.progress.step
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left. A limit or a signal ends them early, after a checkpoint."""
+        """Iterate over the remaining steps. A limit or a signal ends them early, after a checkpoint."""
         if self.step >= self.total:
             log.info(f"step {self.step} is already reached; raise run.max_steps to continue")
         third = min(self.step + TRACED_STEP, self.total) if self.config.run.trace else None
-        self.display.console.clock.lap()  # loading and the start of an engine belong to no step
+        self.display.console.clock.lap()  # discard the time for loading and the start of an engine
         stop = self.config.run.stop
         while self.step < self.total:
             if enough := self.progress.enough(stop.patience, stop.target):
@@ -270,14 +270,13 @@ class Run:
     def finish_step(
         self, progress: Progress, metrics: Mapping[str, float], validation: Any, unread: str = ""
     ) -> dict[str, Any]:
-        """The step is made: `progress` holds. Validate, log, give advice when little is being
-        learned, save when it is time; returns the row that is logged. An error in a validation ends
-        the run, but the step is logged and saved. A validation beside rollouts only begins here.
-        `unread`: where the verifier looked in vain for an answer.
+        """Record a finished step: validate, log, give advice if little is being learned, save if it is due; returns the
+        logged row. An error in the validation ends the run, but the step is logged and saved. A validation beside
+        rollouts only starts here. `unread`: a text on where the verifier found no answer.
         """
         hours = self.config.run.max_hours
         self._out_of_time = hours is not None and time.monotonic() - self._began > hours * 3600
-        last = progress.step if self._out_of_time else self.total  # which is validated
+        last = progress.step if self._out_of_time else self.total  # the last step is always validated
         self.progress = replace(progress, unvalidated=validation.due(progress.step, last))
         self._updating = False
         measured: Mapping[str, float] = {}
@@ -294,9 +293,9 @@ class Run:
         return row
 
     def finish_validation(self) -> None:
-        """Wait for a validation that began at the end of the last step, while weights are still those of that step.
-        It is logged in a row of its own, and the checkpoint of that step is written now. A run that ended before
-        validates when it is resumed.
+        """Wait for a validation that was started at the end of the last step, before its weights change. It is logged
+        in a separate row, and the step's checkpoint is saved now if due. If the run ends before that, the resumed run
+        validates.
         """
         if self._awaited is None:
             return
@@ -312,7 +311,7 @@ class Run:
         try:
             with self.phase("validation"):
                 found = measure()
-        except Stopping:  # half a validation says nothing
+        except Stopping:  # the result of an interrupted validation is not used
             return {}
         self.progress = replace(self.progress.with_scores(found.scores), unvalidated=False)
         for kind, groups in found.stored.items():
@@ -337,13 +336,13 @@ class Run:
     # -- signals --
 
     def watch(self, done: int, total: int) -> None:
-        """For the rollout: shows progress, and lets a signal end it at the next token."""
+        """Progress callback of rollouts; after a signal, it raises to end the run at the next token."""
         self.display.console.progress(done, total)
         if self._signal is not None:
             self._stop()
 
     def watch_validation(self, done: int, total: int) -> None:
-        """As `watch`, but the step is finished first: its update has been made."""
+        """As `watch`, but `Stopping` only ends the validation: its step has been trained and is finished first."""
         self.display.console.progress(done, total)
         if self._signal is not None:
             raise Stopping
@@ -354,8 +353,8 @@ class Run:
         signal.signal(number, signal.SIG_DFL)
 
     def _stop(self) -> None:
-        """The state is that of the last finished step: a signal is heard before an update or after
-        a step, never between.
+        """Save and raise `Interrupted`. Signals are handled before an update or after a step, never between, so the
+        state is that of the last finished step.
         """
         self.save(last=True)
         raise Interrupted(f"stopped after step {self.step}; continue with run.resume=auto ({self.folder.path})")
