@@ -78,7 +78,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "ranks.sequence", "divided_backend=rank_backend"),
     ("hooks", "ranks.by_rows", "by_rows=by_rows_of"),
     ("hooks", "ranks.sharded", "gathered"),
-    ("hooks", "reports.diagnosis", "diagnose unread_answers"),
+    ("hooks", "reports.diagnosis", "diagnose diagnose_answers"),
     ("hooks", "reports.trajectories", "trajectories=TrajectoryWriter"),
     ("hooks", "ranks.rank_rewards", "load_reward_model=open_reward place_reward_models=place_rewards"),
     ("hooks", "reward_models.learned_reward", "require_reward_models=require_folders"),

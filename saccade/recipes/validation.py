@@ -91,8 +91,8 @@ class Validation:
         for result in results:
             log.info(f"step {step}  {describe(result)}")
             shown_answers = unread(result.groups, evaluator.scorer, evaluator.family)
-            if line := HOOKS["unread_answers"](result.metrics.get("parse_rate", 1.0), shown_answers):
-                advice.setdefault("length/parse_rate", f"{result.name}: {line}")
+            for about, line in HOOKS["diagnose_answers"](result.metrics, shown_answers).items():
+                advice.setdefault(about, f"{result.name}: {line}")
         most = evaluator.val.log_generations
         found = {f"val/{r.name}/{key}": v for r in results for key, v in r.metrics.items()}
         return Measured(

@@ -115,7 +115,7 @@ class Display:
     def advise(self, about: str, line: str, step: int) -> None:
         """Log a message on a topic, at most once in NOTED_EVERY steps."""
         if step - self._noted.get(about, -NOTED_EVERY) >= NOTED_EVERY:
-            log.info(line)
+            log.warning(line)
             self._noted[about] = step
 
     def store(self, groups: Sequence[Group], *, step: int, scores: Sequence[str], kind: str = "train") -> None:

@@ -1,7 +1,6 @@
 """Says early why little is learned, what it costs, and which option changes it.
 
-Reads the metrics of the last steps. A cause counts once the steps that show it hold `ENOUGH`
-responses, or after `WINDOW` steps.
+Reads the metrics of the last steps: as many as hold `ENOUGH` responses, `WINDOW` at most.
 
     >>> diagnose([{"policy/lr": 0.0}] * WINDOW)["policy/lr"]
     'nothing is learned: the learning rate is 0; set train.lr and look at train.schedule'
@@ -9,7 +8,7 @@ responses, or after `WINDOW` steps.
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 WINDOW = 5  # steps that are always enough
 ENOUGH = 128  # responses that are enough, in however few steps
@@ -19,30 +18,26 @@ Row = Mapping[str, Any]  # the metrics of a step
 
 
 class Cause(NamedTuple):
-    """The line for a metric that lies in a range (low, high) in every step.
-
-    kind: explains why groups are `dead`, and counts while most are; `stops` all learning; `always`
-    worth saying.
-    """
+    """The line for a metric whose mean over the last steps lies in a range (low, high)."""
 
     line: str  # {share}: the mean in percent, {rest}: what is left to 100, {row}: the last step
-    kind: Literal["dead", "stops", "always"] = "dead"
-    range: tuple[float, float] = (MOST, 1.0)
+    range: tuple[float, float] = (HALF, 1.0)
     steps: int = 1  # at least, however many responses they hold
 
+    def share(self, mean: float) -> float:
+        """How much of the responses or groups is affected: ranges that begin at 0 are of what is good."""
+        return mean if self.range[0] else 1 - mean
 
-UNREAD = (
-    "{rest} of the responses have no answer that can be read{unread}; check prompt.format, the verifier's `order` "
-    "and rollout.max_tokens, or teach the format first with `saccade sft`"
-)
-# In order: what explains the rest comes first, and only the first is said.
-CAUSES = {
+
+# Learning has stopped, whatever the answers are like.
+STOPS = {
     "policy/update_skipped": Cause(
-        "{share} of the updates are skipped as non-finite; lower train.lr, look at the saved batches",
-        "stops",
-        steps=WINDOW,
+        "{share} of the updates are skipped as non-finite; lower train.lr, look at the saved batches", steps=WINDOW
     ),
-    "policy/lr": Cause("the learning rate is 0; set train.lr and look at train.schedule", "stops", (0.0, 0.0), WINDOW),
+    "policy/lr": Cause("the learning rate is 0; set train.lr and look at train.schedule", (0.0, 0.0), WINDOW),
+}
+# Why answers earn nothing. In order: one of the first also causes those below it.
+ANSWERS = {
     "reward/error_rate": Cause(
         "{share} of the rewards failed; look at `reason` in trajectories/, try `saccade check-data`"
     ),
@@ -53,11 +48,18 @@ CAUSES = {
     "turns/overturn_frac": Cause(
         "{share} of the episodes run out of turns, images or tokens; raise env.max_turns, max_images, max_total_tokens"
     ),
-    "length/parse_rate": Cause(UNREAD, "always", (0.0, HALF)),
+    "length/parse_rate": Cause(
+        "{rest} of the responses have no answer that can be read{unread}; check prompt.format, the verifier's `order` "
+        "and rollout.max_tokens, or teach the format first with `saccade sft`",
+        (0.0, HALF),
+    ),
     "turns/void_frac": Cause("{share} of the episodes end without an answer; check prompt.format, try `saccade sft`"),
     "reward/format": Cause(
-        "{rest} of the responses miss the format; check prompt.format, try `saccade sft`", range=(0.0, 1 - MOST)
+        "{rest} of the responses miss the format; check prompt.format, try `saccade sft`", (0.0, QUARTER)
     ),
+}
+# Why groups teach nothing although their answers can be judged.
+GROUPS = {
     "group/all_wrong_frac": Cause(
         "in {share} of the groups every response is wrong; use easier data, raise train.samples_per_prompt, "
         "or warm up with `saccade sft`"
@@ -65,39 +67,37 @@ CAUSES = {
     "group/all_right_frac": Cause("in {share} of the groups every response is right; use harder data, or stop here"),
     "group/dead_frac": Cause(
         "in {share} of the groups all members have the same reward; raise train.samples_per_prompt "
-        "or rollout.temperature, or use data of other difficulty"
-    ),
-    "policy/empty_step": Cause(
-        "no group is left to train on; see group/dropped/… and group/constant_…, ease algorithm.filter", "stops"
-    ),
-    "policy/grad_norm": Cause(
-        "rewards differ but the gradient is 0; check model.train and algorithm.exclude_status",
-        "stops",
-        (0.0, 0.0),
-        WINDOW,
+        "or rollout.temperature, or use data of other difficulty",
+        (1 - QUARTER, 1.0),
     ),
 }
-# Said beside a cause.
+# What is left where none of the others holds.
+UNEXPLAINED = {
+    "policy/empty_step": Cause(
+        "no group is left to train on; see group/dropped/… and group/constant_…, ease algorithm.filter"
+    ),
+    "policy/grad_norm": Cause(
+        "rewards differ but the gradient is 0; check model.train and algorithm.exclude_status", (0.0, 0.0), WINDOW
+    ),
+}
+# Said in addition to a cause.
 NOTES = {
     "group/live_frac": Cause(
         "{share} of the sampled groups teach anything: each costs {row[group/rollouts_per_live]:,.0f} rollouts; "
         "use data of medium difficulty, raise train.samples_per_prompt, or warm up with `saccade sft`",
-        "always",
         (1e-9, QUARTER),
     ),
     "group/side_signal_frac": Cause(
         "in {share} of the groups that teach anything all answers are equally right or wrong: format, length or "
-        "another side term decides there; lower its weight in reward.terms, or see reward.combine",
-        "always",
-        (HALF, 1.0),
+        "another side term decides there; lower its weight in reward.terms, or see reward.combine"
     ),
     "mismatch/ess": Cause(
         "corrections leave {share} of what is sampled (effective sample size), with tokens up to "
         "{row[data/staleness_max]:.0f} steps old; lower rollout.ahead or train.lr",
-        "always",
         (0.0, HALF),
     ),
 }
+TRAINED = STOPS | ANSWERS | GROUPS | UNEXPLAINED
 
 
 def diagnose(history: Sequence[Row], unread: str = "") -> dict[str, str]:
@@ -106,39 +106,71 @@ def diagnose(history: Sequence[Row], unread: str = "") -> dict[str, str]:
 
     Rows without any training metric (a validation alone) are passed over.
     """
-    steps = [row for row in history if not CAUSES.keys().isdisjoint(row)][-WINDOW:]
-    lines = {name: line for name, note in NOTES.items() if (line := _line(name, note, steps, unread))}
-    for name, cause in CAUSES.items():
-        if line := _line(name, cause, steps, unread):
-            dead = min(map(_dead_share, steps))
-            prefix = "little is learned: " if dead >= MOST else ""
-            prefix = "nothing is learned: " if dead == 1.0 or cause.kind == "stops" else prefix
-            return {name: prefix + line} | lines
+    steps = [row for row in history if not TRAINED.keys().isdisjoint(row)][-WINDOW:]
+    stops, others, notes = (_holding(causes, steps) for causes in (STOPS, UNEXPLAINED, NOTES))
+    causes = _first(stops) or _causes(steps) or _first(others)
+    lines = {name: _line(name, mean, unread, steps[-1]) for name, mean in (causes | notes).items()}
+    if causes:
+        name, dead = next(iter(causes)), min(map(_dead_share, steps))
+        if dead == 1.0 or stops or name in UNEXPLAINED:
+            lines[name] = f"nothing is learned: {lines[name]}"
+        elif dead >= MOST:
+            lines[name] = f"little is learned: {lines[name]}"
     return lines
 
 
-def unread_answers(parse_rate: float, unread: str) -> str | None:
-    """The line for a validation where at most half of the responses have a readable answer."""
-    return None if parse_rate > HALF else UNREAD.format(rest=_percent(1 - parse_rate), unread=unread)
+def diagnose_answers(metrics: Row, unread: str) -> dict[str, str]:
+    """The line for a validation most of whose responses are cut off or have no readable answer."""
+    row = {f"length/{name}": metrics[name] for name in ("truncated_frac", "parse_rate") if name in metrics}
+    held = _first_large(_holding(ANSWERS, [row] * WINDOW))
+    return {name: _line(name, mean, unread, row) for name, mean in held.items()}
 
 
-def _line(metric: str, cause: Cause, steps: Sequence[Row], unread: str) -> str:
-    """Its line, if it holds in enough of the last steps; else nothing."""
+def _causes(steps: Sequence[Row]) -> dict[str, float]:
+    """What keeps answers from earning rewards; and groups from teaching, unless that explains it."""
+    answers, groups = _first_large(_holding(ANSWERS, steps)), _first(_holding(GROUPS, steps))
+    # Where an algorithm compares no groups, they are single responses or mean nothing while rewards differ.
+    compared = all("group/dead_frac" in row or _dead_share(row) for row in steps)
+    explained = any(ANSWERS[name].share(mean) >= MOST for name, mean in answers.items())
+    return answers | (groups if compared and not explained else {})
+
+
+def _holding(causes: Mapping[str, Cause], steps: Sequence[Row]) -> dict[str, float]:
+    """The means of those that hold."""
+    means = {name: _mean(name, cause, steps) for name, cause in causes.items()}
+    return {
+        n: mean for n, mean in means.items() if mean is not None and causes[n].range[0] <= mean <= causes[n].range[1]
+    }
+
+
+def _first(means: dict[str, float]) -> dict[str, float]:
+    return dict(list(means.items())[:1])
+
+
+def _first_large(means: dict[str, float]) -> dict[str, float]:
+    """The first that affects about as many responses as the one that affects most, and always unreadable answers."""
+    shares = {name: ANSWERS[name].share(mean) for name, mean in means.items()}
+    large = {name: means[name] for name, share in shares.items() if share >= max(shares.values()) - QUARTER}
+    return _first(large) | {name: mean for name, mean in means.items() if name == "length/parse_rate"}
+
+
+def _mean(metric: str, cause: Cause, steps: Sequence[Row]) -> float | None:
+    """Of the last steps that hold enough responses; None while there are too few, or one lacks the metric."""
     values: list[float] = []
     responses = 0.0
     for row in reversed(steps):
-        value = row.get(metric)
-        if value is None or not cause.range[0] <= value <= cause.range[1]:
-            return ""
-        if cause.kind == "dead" and _dead_share(row) < MOST:
-            return ""
-        values.append(value)
+        if row.get(metric) is None:
+            return None
+        values.append(row[metric])
         responses += row.get("count/samples") or 0
         if len(values) >= cause.steps and (len(values) == WINDOW or responses >= ENOUGH):
-            mean = fmean(values)
-            shares = {"share": _percent(mean), "rest": _percent(1 - mean)}
-            return cause.line.format(**shares, row=steps[-1], unread=unread)
-    return ""
+            return fmean(values)
+    return None
+
+
+def _line(metric: str, mean: float, unread: str, row: Row) -> str:
+    shares = {"share": _percent(mean), "rest": _percent(1 - mean)}
+    return (TRAINED | NOTES)[metric].line.format(**shares, row=row, unread=unread)
 
 
 def _percent(share: float) -> str:
@@ -149,9 +181,9 @@ def _percent(share: float) -> str:
 
 
 def _dead_share(row: Row) -> float:
-    """The share of groups whose rewards are all the same; where an algorithm compares no groups,
-    whether all rewards of the step are.
+    """The share of groups that teach nothing: dropped by dynamic sampling, or with the same reward for all members.
+    Where an algorithm compares no groups, whether all rewards of the step are the same.
     """
     if "group/dead_frac" in row:
-        return row["group/dead_frac"]
+        return max(row["group/dead_frac"], 1 - row.get("group/kept_frac", 1.0))
     return 1.0 if row.get("reward/std") in (None, 0.0) else 0.0
