@@ -164,6 +164,12 @@ def test_a_validation_says_that_answers_are_cut_off_or_cannot_be_read():
     assert diagnose_answers(good, "") == {} == diagnose([row | {"length/parse_rate": 0.51}])
 
 
+def test_a_step_without_signal_does_not_hide_what_the_others_cost():
+    teaching = {"group/live_frac": 0.3, "group/rollouts_per_live": 27.0}
+    steps = [GOOD | teaching] * (WINDOW - 2) + [GOOD | {"group/live_frac": 0.0}] * 2
+    assert "18% of the sampled groups teach anything: each costs 27" in diagnose(steps)["group/live_frac"]
+
+
 def test_corrections_that_leave_little_of_what_was_sampled_are_said():
     old = {"mismatch/ess": 0.45, "data/staleness_max": 4.0, "count/samples": ENOUGH}
     (line,) = diagnose([GOOD | old]).values()

@@ -20,7 +20,7 @@ Row = Mapping[str, Any]  # the metrics of a step
 class Cause(NamedTuple):
     """The line for a metric whose mean over the last steps lies in a range (low, high)."""
 
-    line: str  # {share}: the mean in percent, {rest}: what is left to 100, {row}: the last step
+    line: str  # {share}: the mean in percent, {rest}: what is left to 100, {row}: the newest value of each metric
     range: tuple[float, float] = (HALF, 1.0)
     steps: int = 1  # at least, however many responses they hold
 
@@ -109,7 +109,8 @@ def diagnose(history: Sequence[Row], unread: str = "") -> dict[str, str]:
     steps = [row for row in history if not TRAINED.keys().isdisjoint(row)][-WINDOW:]
     stops, others, notes = (_holding(causes, steps) for causes in (STOPS, UNEXPLAINED, NOTES))
     causes = _first(stops) or _causes(steps) or _first(others)
-    lines = {name: _line(name, mean, unread, steps[-1]) for name, mean in (causes | notes).items()}
+    newest = {name: value for row in steps for name, value in row.items()}  # a step without signal lacks some
+    lines = {name: _line(name, mean, unread, newest) for name, mean in (causes | notes).items()}
     if causes:
         name, dead = next(iter(causes)), min(map(_dead_share, steps))
         if dead == 1.0 or stops or name in UNEXPLAINED:
