@@ -1,3 +1,3 @@
-"""Training on several GPUs: a process (rank) for each, which holds the whole model and a part of the
-optimizer, and a controller that runs the recipe over all of them.
+"""Training on several GPUs: one process (rank) per GPU holds the model, or a shard of it, and a part of the optimizer
+state; a controller process runs the recipe over all ranks.
 """

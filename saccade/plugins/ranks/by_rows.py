@@ -1,11 +1,11 @@
-"""A model of which no rank ever holds all weights: while it is read a rank keeps its rows of each weight, on its
-device, and whole is only what runs at the moment.
+"""Load a model without any rank ever holding all weights: each keeps its rows of every weight on its device, and only
+the weights that are in use are gathered.
 
-A weight that is not there has its shape, dtype and device, and one number, NaN, in memory; its rows are `rows`. All
-ranks of a group call `make_whole` for the same weights in the same order.
+A weight that is not gathered has its shape, dtype and device, but is one NaN in memory, expanded; its attribute `rows`
+holds the rank's rows. All ranks of a group must call `make_whole` for the same weights in the same order.
 
     model = load_model(family, dtype=dtype, device=device, by_rows=ByRows(group))
-    for layer in blocks_of(model): make_whole(layer.parameters())      # whole, and no longer rows
+    for layer in blocks_of(model): make_whole(layer.parameters())      # gathered for good
 """
 
 import os
@@ -25,18 +25,18 @@ from saccade.models.heads import blocks_of
 from saccade.plugins.ranks.divided import all_gather
 from saccade.plugins.ranks.machines import grid
 
-AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # else transformers converts weights ahead, and all of them may be in memory
+AHEAD = "HF_DEACTIVATE_ASYNC_LOAD"  # else transformers loads ahead, and may have all weights in memory
 
 
 @dataclass(frozen=True)
 class ByRows:
-    """How `load_model` reads a model that is divided among the ranks of a group."""
+    """How `load_model` loads a model that is sharded by rows over the ranks of a group."""
 
     group: Any
 
     def read(self, load: Callable[[], tuple[Any, Any]], family: Family, device: torch.device) -> tuple[Any, Any]:
-        """What `from_pretrained` gives, whose towers are whole."""
-        shapes: set[torch.Size] = set()  # of embeddings: transformers compares one with the head to see if both are one
+        """Call `load` (a `from_pretrained`), keeping only this rank's rows while it runs; towers stay whole."""
+        shapes: set[torch.Size] = set()  # of embeddings, cut later: transformers compares them with the head for tying
 
         def keep(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
             if weight is None:
@@ -71,7 +71,7 @@ class ByRows:
 
     @contextmanager
     def running(self, model: nn.Module) -> Iterator[None]:
-        """Inside, the model runs: a layer is whole for its forward, and what is no layer all the time."""
+        """Context manager in which the model can run: a layer is gathered for its forward, other weights throughout."""
         others, hooks = _beside_layers(model), list[Any]()
         for layer in blocks_of(model):
             hooks.append(layer.register_forward_pre_hook(lambda one, _: make_whole(one.parameters(), keep=True)))
@@ -85,7 +85,7 @@ class ByRows:
                 hook.remove()
 
     def pieces(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Layer by layer, and then the model, of which all but layers is whole: each while it is looked at."""
+        """Yield each layer, gathered, and then the model with all weights outside of layers gathered."""
         for piece in (*blocks_of(model), model):
             weights = _beside_layers(model) if piece is model else list(piece.parameters())
             make_whole(weights, keep=True)
@@ -94,15 +94,15 @@ class ByRows:
 
 
 def by_rows_of(train: TrainConfig, device: torch.device) -> ByRows | None:
-    """None: each rank holds all weights."""
+    """None if each rank holds all weights."""
     if train.layout == "whole":
         return None
     return ByRows(grid(device.type)["gpus"].get_group() if train.layout == "hybrid" else dist.group.WORLD)
 
 
 def undivided(model: Any, family: Family) -> list[nn.Parameter]:
-    """What every rank has whole: towers, heads that score, and weights of another dtype, because a group of FSDP has
-    one; of a model of 4 bits everything.
+    """The weights that every rank holds whole: towers, score heads, and weights of another dtype, because an FSDP group
+    has only one; all weights of a 4-bit model.
     """
     kind, named = model.get_input_embeddings().weight.dtype, dict(model.named_parameters())
     if not all(p.is_floating_point() for p in named.values()):
@@ -117,7 +117,7 @@ def _beside_layers(model: nn.Module) -> list[nn.Parameter]:
 
 
 def make_whole(weights: Iterable[Any], *, keep: bool = False) -> None:
-    """Make them whole, for good unless their rows are to be kept."""
+    """Gather the weights; with `keep` their rows stay, too, so that `keep_rows` can free the rest again."""
     for weight in [weight for weight in weights if hasattr(weight, "rows")]:
         weight.data = joined_rows(weight.rows, weight.shape, weight.group)
         if not keep:
@@ -125,13 +125,13 @@ def make_whole(weights: Iterable[Any], *, keep: bool = False) -> None:
 
 
 def keep_rows(weights: Iterable[Any]) -> None:
-    """Only the rows that were kept stay in memory."""
+    """Free gathered weights; only this rank's rows stay in memory."""
     for weight in [weight for weight in weights if hasattr(weight, "rows")]:
         weight.data = weight.rows.new_full((1,), torch.nan).expand(weight.shape)
 
 
 def joined_rows(mine: Tensor, shape: torch.Size, group: Any) -> Tensor:
-    """The rows of all ranks of a group, each of which has equally many but for the last that has some."""
+    """All-gather the rows of a group. Ranks hold equally many; at the end one may hold fewer, and others none."""
     rows = -(-shape[0] // group.size())
     padded = mine.new_zeros(rows, *shape[1:])
     padded[: len(mine)] = mine

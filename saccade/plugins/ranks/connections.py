@@ -1,4 +1,4 @@
-"""Where processes that were started elsewhere connect to the run, and the links to them.
+"""Accept processes that were started elsewhere (by Ray, Slurm or hand) into the run, and talk to them.
 
 with Reception(28400, token, versions()) as reception:
     came = reception.arrivals(token, 8)
@@ -26,16 +26,16 @@ from saccade.system.process import LOOK_EVERY, Channel, Ended, Process
 
 log = logging.getLogger(__name__)
 
-JOIN_LIMIT = 900.0  # seconds until the last process is there: a cluster may have to start machines
-HELLO_LIMIT = 10.0  # seconds for a process to say who it is
+JOIN_LIMIT = 900.0  # seconds until all processes have connected: a cluster may have to start machines
+HELLO_LIMIT = 10.0  # seconds for a process to identify itself
 HELLO_BYTES = 1 << 16
 END_LIMIT = 10.0  # seconds for a process to end by itself when its link is gone
 
 
 @contextmanager
 def accepting(port: int, greet: Callable[[socket.socket, Any], None]) -> Iterator[int]:
-    """Inside, whoever connects to the port that this yields is greeted in a thread: one that says nothing keeps nobody
-    else waiting.
+    """Listen on the port that this yields (0: any free one), and call `greet` for each connection in its own thread, so
+    that a silent client blocks no other.
     """
 
     def accept() -> None:
@@ -49,35 +49,35 @@ def accepting(port: int, greet: Callable[[socket.socket, Any], None]) -> Iterato
             yield server.getsockname()[1]
         finally:
             with suppress(OSError):
-                server.shutdown(socket.SHUT_RDWR)  # ends the thread that waits there
+                server.shutdown(socket.SHUT_RDWR)  # ends the thread that accepts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """A process that has connected, and what it says of itself."""
+    """A process that has connected, and what it says about itself."""
 
     channel: Channel
     host: str
-    local: int  # which of the processes of its machine
+    local: int  # its index among the processes of its machine
     pid: int
     versions: Mapping[str, str]
-    machine: str  # as `same_processes`
-    proof: str = ""  # for the process, that it has come to its run
+    machine: str  # its `same_processes()`
+    proof: str = ""  # to be sent to the process: proof that this run knows the token
 
 
 def same_processes() -> str:
-    """Equal where numbers of processes mean the same ones: names of machines may agree, and containers count anew."""
+    """Equal where PIDs mean the same processes: host names may be equal, and containers have their own PIDs."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip()} {os.readlink('/proc/self/ns/pid')}" if boot.is_file() else ""
 
 
 def prove(token: str, *said: str) -> str:
-    """That who says this knows the token, which does not travel itself."""
+    """Proof of knowing the token without sending it (HMAC)."""
     return hmac.new(token.encode(), "\n".join(said).encode(), hashlib.sha256).hexdigest()
 
 
 def introduce(channel: Channel, token: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Prove to a run that this process belongs to it; what the run wants of it, which has proved that it is the one."""
+    """Authenticate this process and the run to each other. Returns what the run tells the process to do."""
     mine = secrets.token_hex(16)
     channel.send({"nonce": mine})
     answer = channel.receive(HELLO_LIMIT)
@@ -91,10 +91,10 @@ def introduce(channel: Channel, token: str, about: Mapping[str, Any]) -> dict[st
 
 
 class Link(Process):
-    """To a process that was started elsewhere, which ends when this does."""
+    """The connection to a process that was started elsewhere; the process ends when the connection does."""
 
     def __init__(self, arrival: Arrival, module: str, log: Path) -> None:
-        """It becomes this module."""
+        """Tell the process to run `module`."""
         super().__init__(arrival.channel)
         self._ended = threading.Event()
         self._process: psutil.Process | None = None  # if it is on this machine
@@ -105,11 +105,11 @@ class Link(Process):
         self.channel.send(told)
 
     def wait(self, seconds: float) -> None:
-        """Until the thread that receives has seen its end."""
+        """Wait until the receiving thread has seen the process end."""
         self._ended.wait(seconds)
 
     def kill(self) -> None:
-        """One that is halted or hangs is killed if it is on this machine."""
+        """Close the connection; on this machine also kill a process that is stopped or does not end by itself."""
         super().kill()
         process, self._process = self._process, None
         with suppress(psutil.Error):
@@ -132,10 +132,10 @@ def _end(process: psutil.Process) -> None:
 
 
 class Reception:
-    """Each process has a token of those that are expected."""
+    """Accepts processes that know one of the expected tokens, and queues them by token."""
 
     def __init__(self, port: int, token: str, versions: Mapping[str, str]) -> None:
-        """`versions`: those that it must have."""
+        """`versions`: those that a process must have."""
         self.versions = versions
         self.expected: dict[str, queue.SimpleQueue[Arrival]] = {token: queue.SimpleQueue()}
         self._accepting = accepting(port, self._greet)
@@ -150,7 +150,7 @@ class Reception:
             self.refuse(token)
 
     def refuse(self, token: str) -> None:
-        """Whoever waits with this token, and whoever comes with it from now on."""
+        """Disconnect processes that wait with this token, and refuse it from now on."""
         waiting = self.expected.pop(token)
         while not waiting.empty():
             waiting.get().channel.link.close()
@@ -158,7 +158,7 @@ class Reception:
     def arrivals(
         self, token: str, count: int, *, limit: float = JOIN_LIMIT, failed: Callable[[], None] = lambda: None
     ) -> list[Arrival]:
-        """The next processes with this token, in the order of hosts. `failed` raises if one will not come."""
+        """Wait for `count` more processes with this token; returns them sorted by host. `failed` may raise to stop."""
         came: list[Arrival] = []
         end = time.monotonic() + limit
         while len(came) < count:
@@ -178,7 +178,7 @@ class Reception:
         return sorted(came, key=lambda one: (one.host, one.local, one.pid))
 
     def _greet(self, link: socket.socket, address: Any) -> None:
-        """Takes a process that knows a token. Others may send anything."""
+        """Queue a process that proves to know a token. Others may send anything, so every error refuses it."""
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = Channel(link, largest=HELLO_BYTES)
         try:

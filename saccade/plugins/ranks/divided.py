@@ -1,19 +1,19 @@
-"""Weights whole on every rank, the optimizer's state divided among the ranks (ZeRO-1), on torch's default process
-group: gloo for tensors on the CPU, nccl for those on GPUs.
+"""ZeRO-1: whole weights on every rank, the optimizer state divided among the ranks, on torch's default process group
+(gloo for tensors on the CPU, nccl for those on GPUs).
 
-The trained parameters of a dtype are views of one flat tensor, of which each rank steps one stretch. Forward and
+The trained parameters of a dtype are views of one flat tensor, of which each rank updates one stretch. Forward and
 backward need no other rank, so each may have any micro-batches, and repeat or split them. A step is one
-reduce-scatter of the sums and one all-gather of the weights, which never move in memory.
+reduce-scatter of the gradient sums and one all-gather of the weights, which never move in memory.
 
-Equal to the bit: the weights of all ranks; an element's update and that of one process, given its gradient and the
-clip factor; state that was written and read by any numbers of ranks. Not so: the sums, which more than one
-micro-batch per rank adds up in another order than one process does (1e-7), and the norm, which is summed in
-float64 here and may differ as much, so that a clipped update does.
+Bit-identical: the weights of all ranks; the update of an element to that of one process, given its gradient and the
+clip factor; state that was saved and loaded by different numbers of ranks. Not bit-identical: the gradient sums, which
+several micro-batches per rank add up in another order than one process does (1e-7), and the norm, which is summed in
+float64 here and may differ as much, and with it a clipped update.
 
     backend = LocalBackend(model, family, TrainConfig(), optimizer=DividedOptimizer)
 
-Parameters that are sharded already (`sharded.py`), whose gradients come summed, are stepped where they lie. Where each
-machine has all of them, the ranks that hold the same part divide it again, as all do with what is whole.
+Parameters that are sharded already (`sharded.py`), whose gradients arrive summed, are updated in place. If each machine
+has all of them (hybrid), the ranks that hold the same shard divide its state among them, as for whole parameters.
 """
 
 import json
@@ -33,20 +33,20 @@ from saccade.plugins.offload.host_state import aligned
 from saccade.plugins.ranks.machines import agreed, grid, sum_of_machine
 from saccade.trainer.optimizer import Optimizer, StateBeside
 
-# New names since torch 2.13, which warns of the old ones.
+# Renamed in torch 2.13, which warns about the old names.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Flat:
-    """Numbers of one dtype, end to end, of which each rank of a group steps one stretch."""
+    """Parameters of one dtype, end to end, of which each rank of a group updates one stretch."""
 
     parts: Mapping[str, Tensor]  # what a rank holds of each parameter
     starts: Mapping[str, int]
-    piece: int  # numbers of a stretch
+    piece: int  # elements of a stretch
     group: Any = None  # of ranks that hold the same parts; None: all
-    weights: Tensor | None = None  # [ranks * piece], of which the parts are views; else they are where FSDP has them
+    weights: Tensor | None = None  # [ranks * piece], of which the parts are views; None: FSDP holds them
 
     @property
     def low(self) -> int:
@@ -67,7 +67,7 @@ def _laid(parts: Mapping[str, Tensor], group: Any = None) -> _Flat:
 
 
 def _flatten(parameters: Mapping[str, nn.Parameter]) -> _Flat:
-    """Their numbers in one tensor, of which they become views."""
+    """Copy the parameters into one flat tensor, of which they become views."""
     flat, first = _laid(parameters), next(iter(parameters.values()))
     weights = torch.zeros(flat.size, dtype=first.dtype, device=first.device)
     for name, parameter in parameters.items():
@@ -85,7 +85,7 @@ class DividedOptimizer(Optimizer):
         sharded: dict[str, Any] = {name: p for name, p in named.items() if isinstance(p, DTensor)}
         held = {name: p.to_local().detach() for name, p in sharded.items()}
         hybrid = any(p.device_mesh.size() < self.world for p in sharded.values())
-        self._alone = {} if hybrid else held  # parts that no other rank has
+        self._alone = {} if hybrid else held  # shards that no other rank holds
         self._flats = [_flatten(parts) for parts in _by_dtype({n: p for n, p in named.items() if n not in sharded})]
         for parts in _by_dtype(held) if hybrid else ():
             group = grid(next(iter(parts.values())).device.type)["machines"].get_group()
@@ -103,7 +103,7 @@ class DividedOptimizer(Optimizer):
                 self._owned[name] = nn.Parameter(part.detach().view(-1)[first:end])
                 begin = _begin(sharded[name]) if name in sharded else 0
                 self._ranges[name] = begin + first, begin + end
-        self._sums: list[Tensor] = []  # as the flats, of one step
+        self._sums: list[Tensor] = []  # gradient sums of this step, one tensor per flat
         self._stepped = False  # whether any rank has a gradient
         super().__init__(named.items(), config, lr_scale=lr_scale)
 
@@ -128,7 +128,7 @@ class DividedOptimizer(Optimizer):
         return int(agreed([super().updates()], dist.ReduceOp.MAX)[0])
 
     def same_everywhere(self) -> bool:
-        """Whether the trained weights of all ranks that hold them have equal bits, by their checksum."""
+        """Whether the trained weights are bit-identical on all ranks that hold the same ones, by their checksum."""
         same = True
         for flat in self._flats:
             parts = flat.parts.values() if flat.weights is None else [flat.weights]
@@ -174,7 +174,7 @@ class DividedOptimizer(Optimizer):
         return not bad
 
     def _stretch(self, flat: _Flat, name: str, mine: Tensor) -> Tensor:
-        """The numbers of a parameter, among those that this rank steps."""
+        """The elements of a parameter within `mine`, this rank's stretch."""
         begins = max(flat.starts[name] - flat.low, 0)
         return mine[begins:][: self._owned[name].numel()]
 
@@ -189,7 +189,7 @@ class DividedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, lr: float, *, norm: Tensor) -> None:
         if self._stepped and not self.gradients:
-            self._rule.step({}, lr)  # which counts the updates of all ranks
+            self._rule.step({}, lr)  # counts the update, as on the other ranks
         super().step(lr, norm=norm)
         for flat in self._flats:
             if flat.weights is not None:
@@ -211,6 +211,6 @@ def _by_dtype(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _begin(sharded: DTensor) -> int:
-    """The first of its numbers that this rank holds."""
+    """The index of the first element of a sharded parameter that this rank holds."""
     rows = -(-len(sharded) // sharded.device_mesh.size())
     return sharded.device_mesh.get_local_rank() * rows * (sharded.numel() // len(sharded))

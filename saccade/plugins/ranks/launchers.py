@@ -1,8 +1,8 @@
-"""How ranks are started: as processes of this machine, or by whoever runs `saccade rank` under Slurm, torchrun or by
-hand. Ray does so in `ray_cluster.py`.
+"""Launchers of ranks: child processes on this machine, or processes that run `saccade rank`, started by Slurm, torchrun
+or by hand. The launcher for Ray is in `ray_cluster.py`.
 
 A rank that is started elsewhere connects to the controller, and each proves to the other that it knows the token of the
-run. From then on it is talked to as a local one is.
+run. From then on it is used like a local one.
 
     SACCADE_TOKEN=... saccade rank node-1:28400
 """
@@ -45,16 +45,16 @@ from saccade.system.process import Channel, Ended
 log = logging.getLogger(__name__)
 
 PORT = int(os.environ.get("SACCADE_PORT", "28400"))  # where `saccade rank` connects to
-REPLACE_LIMIT = 60.0  # seconds for whoever takes the place of a replica, then it is said once more that one is missing
-SERVED = (Replica.module, Rank.module, placed_workers.__name__)  # what a process that connects may become
+REPLACE_LIMIT = 60.0  # seconds to wait for a process that replaces a replica, before it is asked for again
+SERVED = (Replica.module, Rank.module, placed_workers.__name__)  # modules that a connected process may run
 TOKEN = "SACCADE_TOKEN"
 
 
 class Beside(NamedTuple):
-    """Engines that generate beside the ranks."""
+    """Engines that generate in addition to the ranks."""
 
     replicas: int
-    gpus: int  # of each
+    gpus: int  # per replica
 
 
 Starter = Callable[..., Replica]
@@ -63,19 +63,19 @@ Place = Callable[[int, Replica], Any]  # starts the process of a replica with th
 
 class Places(NamedTuple):
     ranks: list[Starter]
-    replicas: Place | None = None  # beside them; None: processes of this one
-    workers: Callable[..., None] | None = None  # has those of a pool of rewards started elsewhere; None: as they are
+    replicas: Place | None = None  # starts a replica elsewhere; None: they are child processes
+    workers: Callable[..., None] | None = None  # moves the reward workers of a pool elsewhere; None: they stay here
 
 
 def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
-    """A process for each GPU of this machine; without GPUs they share the cores."""
+    """Launcher: one child process per GPU of this machine; without GPUs they share the cores."""
     if visible and len(visible) < settings.size:
         seen = len(visible)
         raise ConfigError(f"run.gpus: {settings.size}, and {seen} can be seen; try run.gpus={seen}")
     most = 4 * (os.cpu_count() or 1)
     if not visible and settings.size > most:
         raise ConfigError(f"run.gpus: {settings.size} processes on {os.cpu_count()} cores; try run.gpus=2")
-    # `placements` gives the first GPU away last.
+    # `placements` assigns the first GPU last: rotated by one, rank n gets GPU n.
     places = placements(settings.size, 1, [*visible[-1:], *visible[:-1]])
     settings = replace(settings, hosts=[host_name()] * settings.size)
     threads = max(1, (os.cpu_count() or 1) // settings.size)
@@ -90,7 +90,7 @@ def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: Exit
 
 
 def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
-    """Whoever connects, in the order of hosts: first ranks, then replicas. One more may take the place of a replica."""
+    """Launcher: wait for processes to connect. By host, the first are ranks, the rest replicas; later ones spares."""
     if beside.replicas and beside.gpus > 1:
         gpus = f"{beside.gpus} GPUs for one engine, and `saccade rank` has one"
         raise ConfigError(f"rollout.tensor_parallel: {gpus}; try rollout.tensor_parallel=1, or run.launcher=ray")
@@ -151,9 +151,9 @@ def run_rank(address: str, token: str | None = None) -> None:
     if os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID"):
         import torch
 
-        # Asks no CUDA, which would hold on to what it sees before the variable is set.
+        # Does not initialize CUDA, which would fix the visible GPUs before the variable is set.
         seen = visible_gpus("cuda") if torch.cuda.device_count() else []
-        if len(seen) > 1:  # torchrun and Slurm may show all to every task
+        if len(seen) > 1:  # torchrun and Slurm may show all GPUs to every task
             os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(place) % len(seen)]
     channel = Channel(_connected(host, int(port)))
     about = {"host": host_name(), "pid": os.getpid(), "local": int(place), "versions": versions()}
@@ -163,7 +163,7 @@ def run_rank(address: str, token: str | None = None) -> None:
         raise EnvironmentProblem(
             f"{address}: the run refused this process: another {TOKEN}, or it has all it needs ({error})"
         ) from None
-    for number in (signal.SIGINT, signal.SIGTERM):  # the run saves first, and its end is this one's
+    for number in (signal.SIGINT, signal.SIGTERM):  # the controller saves first, then ends this process
         signal.signal(number, signal.SIG_IGN)
     if told["module"] not in SERVED:
         raise EnvironmentProblem(f"{address} asks this process to become {told['module']}, which no run asks for")
@@ -178,7 +178,7 @@ def run_rank(address: str, token: str | None = None) -> None:
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """The controller may still be loading its data."""
+    """Connect to the controller; retry, because it may still be loading its data."""
     end, said = time.monotonic() + JOIN_LIMIT, False
     while True:
         try:

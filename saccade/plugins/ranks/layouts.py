@@ -1,5 +1,5 @@
-"""What a rank holds of a model, what it sends in a step, and how long that takes: the formulas of an
-estimate for several GPUs. Bandwidths are those of data sheets, and no number here was measured on more than one GPU.
+"""Formulas of the estimate for several GPUs: which share of a model a rank holds, how many bytes it sends in a step,
+and how long that takes. Bandwidths are those of data sheets; no number here was measured on more than one GPU.
 
     >>> held("whole", "state", gpus=8)
     0.125
@@ -19,14 +19,14 @@ from saccade.models.files import header_of, shards
 
 
 class Layout(NamedTuple):
-    divided: tuple[str, ...]  # among the ranks; the rest is whole on each
-    inside: tuple[str, ...] = ()  # of these, what is divided among the ranks of a machine only
-    beside: float = 0.0  # seconds of a layer and forest, however fast the exchange is
+    divided: tuple[str, ...]  # what is sharded over the ranks; the rest is whole on each
+    inside: tuple[str, ...] = ()  # of these, what is sharded only within each machine
+    beside: float = 0.0  # seconds of overhead per layer and forest, at any bandwidth
 
 
 LAYOUTS: Mapping[str, Layout] = {  # by `train.layout`
     "whole": Layout(("state",)),
-    "sharded": Layout(("state", "sums", "weights"), beside=2.5e-3),  # one rank of 8 with a 3B; with a 7B 1.4e-3
+    "sharded": Layout(("state", "sums", "weights"), beside=2.5e-3),  # one rank of 8, 3B model; 7B: 1.4e-3
     "hybrid": Layout(("state", "sums", "weights"), inside=("sums", "weights"), beside=2.5e-3),
 }
 
@@ -34,21 +34,21 @@ LAYOUTS: Mapping[str, Layout] = {  # by `train.layout`
 class Sizes(NamedTuple):
     """Bytes that ranks exchange."""
 
-    sums: float  # of gradients: reduced
+    sums: float  # gradient sums, which are reduced
     trained: float  # weights that an update changes
-    divided: float  # weights of which a rank holds a part, frozen ones too: each forest gathers them, twice
-    copied: float  # weights that the copy for generation gets after a step
+    divided: float  # sharded weights, including frozen ones: gathered twice per forest
+    copied: float  # weights that are written to the copy for generation after a step
 
 
 NODE = 8  # GPUs of a machine
 Pair = tuple[float, float]
-REACHED = 0.73  # of a bandwidth, in a collective: 330 of 450 GB/s are assumed for an H200
-CONTROLLER = 0.1e-6  # seconds for each sampled token of a step, by `benchmarks/controller.py`
+REACHED = 0.73  # share of the bandwidth that a collective reaches: 330 of 450 GB/s are assumed for an H200
+CONTROLLER = 0.1e-6  # seconds of the controller per sampled token, from `benchmarks/controller.py`
 
 
 def held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
     """The share of all weights, gradient sums or optimizer state that a rank holds. `whole`: the share of the weights
-    that no layout divides, as those of a tower.
+    that no layout shards, such as a tower.
     """
     if kind not in LAYOUTS[layout].divided:
         return 1.0
@@ -57,8 +57,8 @@ def held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
 
 
 def numbers_in(folder: Path, *, ranks: int = 1, tower_of: Callable[[str], str] = lambda name: "llm") -> int:
-    """How many numbers the weights of a model have. With several `ranks`: the most that one of them has at once while
-    they divide it: towers, its rows, and a layer that is whole, or what is beside all layers.
+    """The number of parameters in a model folder. With several `ranks`: the most that one of them holds at a time while
+    they load and shard it: towers, its rows, and either one whole layer or all weights outside of layers.
     """
     headers = [found for name in shards(folder) if isinstance(found := header_of(folder / name), dict)]
     sizes = {name: prod(entry["shape"]) for header in headers for name, entry in header.items()}
@@ -73,8 +73,8 @@ def numbers_in(folder: Path, *, ranks: int = 1, tower_of: Callable[[str], str] =
 
 
 def collective_seconds(size: float, links: Pair, *, gpus: int) -> float:
-    """A reduce-scatter or all-gather of so many bytes: each rank sends all but its part of them, at the speed of the
-    slowest link, because the ring runs through every machine. `links`: GB/s inside of one, and from one to others.
+    """Seconds of a reduce-scatter or all-gather of `size` bytes: each rank sends all but its shard, at the speed of the
+    slowest link, because the ring runs through every machine. `links`: GB/s within a machine, and between machines.
     """
     slowest = links[0] if gpus <= NODE else min(links)
     return size * (gpus - 1) / gpus / (1e9 * REACHED * slowest)
@@ -83,9 +83,9 @@ def collective_seconds(size: float, links: Pair, *, gpus: int) -> float:
 def exchange_seconds(
     layout: str, sizes: Sizes, links: Pair, *, gpus: int, updates: float, forests: float, layers: int, compute: float
 ) -> float:
-    """Seconds of the collectives of a step. `whole`: sums and trained weights, once for each update. `sharded`: each
-    forest gathers twice and reduces, of which counts what takes longer than to `compute` all forests, and at least what
-    FSDP does beside it for each of their `layers`; and the copy. `hybrid`: so inside a machine; between, as `whole`.
+    """Seconds of the collectives of a step. `whole`: gradient sums and trained weights, once per update. `sharded`:
+    each forest gathers twice and reduces; of that only what exceeds the `compute` seconds of all forests, and at least
+    FSDP's overhead per layer and forest; plus the copy. `hybrid`: `sharded` within a machine, `whole` between machines.
     """
     kind, machines = LAYOUTS[layout], -(-gpus // NODE)
     near = min(gpus, NODE) if kind.inside else gpus
@@ -104,8 +104,8 @@ def generates(config: Config, command: str) -> bool:
 
 
 def candidates(wanted: str, *, gpus: int, cuda: bool) -> tuple[tuple[str, ...], str]:
-    """What `train.layout` may become, and why, if there is no choice. Whole is first, and where nothing is known of
-    seconds the earlier is better.
+    """The layouts that `train.layout` may become, and the reason if there is only one. If step times are unknown, an
+    earlier one is preferred.
     """
     if gpus == 1:
         return ("whole",), ""
@@ -117,18 +117,18 @@ def candidates(wanted: str, *, gpus: int, cuda: bool) -> tuple[tuple[str, ...], 
 
 
 def more_gpus(gpus: int, layout: str) -> list[str]:
-    """Values of `run.gpus` that make a run fit that does not, the smallest first."""
+    """Values of `run.gpus` to try for a run that does not fit, smallest first."""
     values = [f"{more}" for more in (2, 4, NODE) if more > gpus]
     return values + [f"{NODE} train.layout=sharded"] * bool(values and layout == "whole")
 
 
 def key_repeats(heads: int, together: int) -> int:
-    """How often key heads are repeated where so many ranks divide the heads of attention among them."""
+    """How often each key head is repeated, so that `together` ranks can divide the attention heads evenly."""
     return lcm(heads, together) // heads
 
 
 def require_heads(config: Config, family: Family) -> None:
-    """Ranks of a group compute equally many query heads. Key heads are repeated where there are fewer."""
+    """Refuse a `train.sequence_parallel` that does not divide the query heads, or that the model does not support."""
     if config.train.sequence_parallel == 1:
         return
     from transformers import AutoConfig
@@ -150,8 +150,8 @@ def require_heads(config: Config, family: Family) -> None:
 
 
 def efficiency(seconds: Mapping[str, float], alone: Mapping[str, float] | None, *, gpus: int) -> dict[str, float]:
-    """For a step on several GPUs: the share of its seconds that one GPU would need for the prompts of a rank, and for
-    the prompts of the step divided by the number of GPUs, if that is known (`alone`).
+    """Scaling efficiency of a step on several GPUs. "prompts per GPU": against one GPU with the prompts of one rank;
+    "prompts per step": against one GPU with all prompts of the step, if its seconds are known (`alone`).
     """
     if gpus == 1 or not seconds:
         return {}
@@ -161,5 +161,5 @@ def efficiency(seconds: Mapping[str, float], alone: Mapping[str, float] | None, 
 
 
 def controller_seconds(sampled: float, *, gpus: int) -> float:
-    """In which all ranks wait for the controller. `sampled`: tokens of one rank in a step."""
+    """Seconds per step in which all ranks wait for the controller. `sampled`: tokens sampled by one rank."""
     return CONTROLLER * sampled * gpus

@@ -1,5 +1,5 @@
-"""Losses on their way to a rank, as JSON. An algorithm is not sent: a rank resolves it from the same
-config, and gets the coefficients that change from step to step. Nor is a teacher, which the rank holds.
+"""Losses as JSON, to be sent to a rank. The algorithm is not sent: a rank resolves it from the same config and gets
+only the coefficients that change from step to step. A teacher is not sent either: the rank holds it.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from saccade.trainer import Loss, Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.trainer.losses import PolicyLoss, ValueLoss
 
-# Of numbers, names and lists of them.
+# Losses whose fields are plain JSON: numbers, names and lists of them.
 PLAIN: Mapping[str, Any] = {kind.__name__: kind for kind in (ValueLoss, PreferenceLoss, RatingLoss, StepsLoss)}
 
 

@@ -1,4 +1,4 @@
-"""Which ranks share a machine, and what all of them agree on.
+"""Which ranks share a machine, and small collectives on the CPU.
 
 >>> grid("cuda").shape
 (2, 8)
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from saccade.errors import EnvironmentProblem
 
-HOST = "SACCADE_HOST"  # how this machine is called instead, where several have one name
+HOST = "SACCADE_HOST"  # environment variable that replaces the host name, for machines with equal ones
 
 
 def host_name() -> str:
@@ -26,37 +26,37 @@ def host_name() -> str:
 
 
 def named(hosts: Sequence[str], ranks: Iterable[int]) -> str:
-    """For messages: `hosts` has the machine of each rank."""
+    """Ranks with their machines, for messages. `hosts`: the machine of each rank."""
     return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks)
 
 
 def agreed(numbers: Iterable[float], how: Any, group: Any = None) -> Tensor:
-    """One answer from the numbers of all ranks, or of a group."""
+    """All-reduce a few numbers over all ranks or a group, in float64 on the CPU."""
     answer = torch.tensor([*numbers], dtype=torch.float64)
     dist.all_reduce(answer, op=how, group=group)
     return answer
 
 
 def _everyone(number: float) -> list[float]:
-    """That number of each rank."""
+    """All-gather one number: the numbers of all ranks, in rank order."""
     mine = dist.get_rank()
     return agreed([number * (rank == mine) for rank in range(dist.get_world_size())], dist.ReduceOp.SUM).tolist()
 
 
 def _hosts() -> list[float]:
-    """The machine of each rank."""
+    """A checksum of the host name of each rank."""
     return _everyone(zlib.crc32(host_name().encode()))
 
 
 def sum_of_machine(number: float) -> float:
-    """Over the ranks of this machine; all ranks ask for it together."""
+    """Sum a number over the ranks of this machine. Collective: all ranks must call it."""
     hosts, numbers = _hosts(), _everyone(number)
     return sum(one for host, one in zip(hosts, numbers, strict=True) if host == hosts[dist.get_rank()])
 
 
 @cache
 def grid(device: str) -> DeviceMesh:
-    """Ranks as `machines` x `gpus` of a machine; all ranks ask for it together."""
+    """The device mesh of all ranks: `machines` x `gpus` of a machine. Collective: all ranks must call it."""
     hosts = _hosts()
     rows = [[rank for rank, host in enumerate(hosts) if host == one] for one in dict.fromkeys(hosts)]
     if len(sizes := set(map(len, rows))) > 1:

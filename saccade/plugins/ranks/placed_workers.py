@@ -1,5 +1,5 @@
-"""Reward workers on other machines: a process that was placed there starts the worker as its child and passes on what
-both say. It runs no code of the user, so it can always end the worker, whatever that hangs in.
+"""Reward workers on other machines: a process that was placed there starts the worker as its child and relays messages
+both ways. It runs no code of the user, so it can always kill a worker that hangs.
 
     move_workers(pool, lambda: link)       # in the controller
 """
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def move_workers(pool: WorkerPool, placed: Callable[[], Link]) -> None:
-    """From now on its processes are started elsewhere; here where there is no place."""
+    """Start the pool's processes on other machines from now on; those for which there is no place start here."""
 
     def start() -> Process:
         try:
@@ -27,14 +27,14 @@ def move_workers(pool: WorkerPool, placed: Callable[[], Link]) -> None:
         except EnvironmentProblem as error:
             log.warning(f"reward.workers: one is started beside the run, none elsewhere: {error}")
             return start_worker()
-        link.channel.largest = LARGEST  # it runs code of the user
+        link.channel.largest = LARGEST  # bytes of a message, because user code may send anything
         return link
 
     pool.move(start)
 
 
 def serve(channel: Channel, controller: str | None = None) -> None:
-    """In the process that was placed: until either side ends."""
+    """Runs in the placed process: relay messages until either side ends."""
     child = Child(WORKER, who="a reward", tied=True)
 
     def pass_on() -> None:
@@ -51,4 +51,4 @@ def serve(channel: Channel, controller: str | None = None) -> None:
             if block := child.receive(LOOK_EVERY):
                 channel.send(*block)
     child.close()
-    os._exit(0)  # Ray would give this process to another task
+    os._exit(0)  # Ray would reuse this process for another task

@@ -1,5 +1,5 @@
-"""Before a rank reads weights: whether it meets the others, their GPUs can sum, and it sees the files and has the
-memory that the run needs. Who calls adds the rank and its machine to an error.
+"""Checks before a rank loads weights: it reaches the other ranks, their GPUs can all-reduce, and it sees the files and
+has the memory that the run needs. Callers add the rank and its machine to an error.
 
     seen = look(config, family.path, run.path)      # in the controller
     require_seen(seen, 3)                           # in rank 3
@@ -30,21 +30,21 @@ from saccade.plugins.ranks.machines import named
 from saccade.system.devices import free_bytes
 from saccade.system.disk import refusal
 
-MEET_LIMIT = 300.0  # seconds from the first rank to the last, which may read the same libraries from a slow disk
-SUM_LIMIT = 120.0  # seconds of the first collective, in which nccl sets itself up and opens the connections
-SEEN_LIMIT = 30.0  # seconds until a file that was just written is seen through a network
-SUMMED, SUMS = 1 << 26, 3  # bytes of a sum that is timed, and how many
+MEET_LIMIT = 300.0  # seconds until all ranks have joined: many may load the same libraries from a slow disk
+SUM_LIMIT = 120.0  # seconds of the first collective, in which nccl initializes and opens its connections
+SEEN_LIMIT = 30.0  # seconds until a new file is visible through a network file system
+SUMMED, SUMS = 1 << 26, 3  # bytes of a timed all-reduce, and how many are timed
 MARK = ".seen-by-ranks"
 ELSE = "end what else runs there, `nvidia-smi` shows it"
 
 
 def versions() -> dict[str, str]:
-    """Those that all machines of a run must have."""
+    """The versions that all machines of a run must have."""
     return {name: metadata.version(name) for name in ("torch", "transformers")} | {"code": code_hash()}
 
 
 def code_hash(root: Path = Path(saccade.__file__).parent) -> str:
-    """A hash of the files of a package; an installed version may have been edited."""
+    """A hash of the files of a package, because code of the same version may have been edited."""
     found = hashlib.sha256()
     for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".yaml")):
         found.update(str(path.relative_to(root)).encode() + b"\n" + path.read_bytes())
@@ -52,7 +52,7 @@ def code_hash(root: Path = Path(saccade.__file__).parent) -> str:
 
 
 def look(config: Config, model: str, logs: Path) -> dict[str, Any]:
-    """What this machine sees, for `require_seen`; `logs` gets a file to be found. No `model`: its name is empty."""
+    """What this machine sees, for `require_seen`, which looks for the mark written to `logs`. `model` may be empty."""
     texts = [*_texts(config)]
     named = [*texts, *(re.split("[:@#]", text)[0] for text in texts)]  # FILE.py:NAME, PATH@SPLIT
     paths = dict.fromkeys([*filter(None, [model]), *filter(os.path.exists, named)])
@@ -67,7 +67,7 @@ def look(config: Config, model: str, logs: Path) -> dict[str, Any]:
 
 
 def _texts(value: Any, path: bool = False) -> Iterator[str]:
-    """What was set and may be a path: all of an option that is declared as one, of others what has a slash."""
+    """Option values that may be paths: all of options that are declared as paths, of others those with a slash."""
     if isinstance(value, str) and (path or os.sep in value):
         yield value
     elif isinstance(value, Section):
@@ -79,7 +79,7 @@ def _texts(value: Any, path: bool = False) -> Iterator[str]:
 
 
 def require_seen(seen: Mapping[str, Any], rank: int) -> None:
-    """Refuse a machine with other files than those of the controller."""
+    """Refuse a machine that does not see the controller's files."""
     for path in seen["paths"]:
         if not os.path.exists(path):
             raise EnvironmentProblem(f"{path} is not there; all machines must see the same paths")
@@ -108,7 +108,7 @@ def _is_marked(logs: Path, mark: str) -> bool:
 
 
 def require_room(folder: Path, needed: float, device: torch.device, hint: str = ELSE) -> None:
-    """Refuse a GPU that has no room for so many bytes, which the weights alone take."""
+    """Refuse a GPU without the `needed` bytes free, which the weights alone take."""
     if device.type != "cuda":
         return
     if needed > (free := free_bytes(device)):
@@ -117,8 +117,8 @@ def require_room(folder: Path, needed: float, device: torch.device, hint: str = 
 
 
 def meet(store: Any, hosts: Sequence[str], limit: float = MEET_LIMIT) -> list[int]:
-    """Wait for the ranks on `hosts`, each of which has written the name of its GPU. Returns those that have the GPU of
-    another one, which nccl refuses and gloo does not.
+    """Wait until every rank has stored the name of its GPU. Returns the ranks that share a GPU with another rank, which
+    nccl refuses and gloo does not.
     """
     keys = [f"gpu-{rank}" for rank in range(len(hosts))]
     try:
@@ -134,7 +134,7 @@ def meet(store: Any, hosts: Sequence[str], limit: float = MEET_LIMIT) -> list[in
 
 
 def require_sum(device: torch.device, limit: float = SUM_LIMIT) -> None:
-    """A first sum over all ranks, where they compute; in a thread, because nothing else ends nccl's set-up."""
+    """Check a first all-reduce on `device`; in a thread, because nccl's initialization cannot be interrupted."""
     found: queue.SimpleQueue[float | RuntimeError] = queue.SimpleQueue()
 
     def add() -> None:
@@ -158,7 +158,7 @@ def require_sum(device: torch.device, limit: float = SUM_LIMIT) -> None:
 
 
 def sum_speed(device: torch.device) -> float:
-    """GB/s that each rank sends in sums over all ranks, as nccl counts them."""
+    """Bus bandwidth of an all-reduce over all ranks in GB/s, as nccl counts it."""
     numbers, size = torch.ones(SUMMED // 4, device=device), dist.get_world_size()
     dist.all_reduce(numbers)
     numbers[0].item()  # waits for the GPU, here and below

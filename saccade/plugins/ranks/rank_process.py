@@ -3,7 +3,7 @@ the policy's own weights. Started by a `Rank`:
 
     $ python -m saccade.plugins.ranks.rank_process
 
-The main thread trains and drives the engine, as a replica's does; files are written by another one.
+The main thread trains and drives the engine, as in a replica; another thread writes files.
 """
 
 import gc
@@ -56,19 +56,19 @@ from saccade.system.disk import refusal
 from saccade.system.process import Block, Channel, connect, listen
 from saccade.trainer import Loss, Scoring
 
-# What only a rank can do; everything else is asked of its engine.
+# Calls that the rank answers; all others are methods of its engine.
 CALLS = (
     *("add_part", "drop_part", "add_reward", "rate", "update_weights", "blend", "repeats"),
     *("logprobs", "values", "train_step", "measure"),
     *("share", "unshare", "change", "change_back", "weight_shapes"),
     *("write_card", "spare_bytes", "saved_bytes", "collect", "write", "load_state"),
 )
-Outputs = Sequence[Any]  # of each batch, two arrays
-WAIT_LIMIT = 3600.0  # seconds that a rank waits for another one
+Outputs = Sequence[Any]  # two arrays per batch
+WAIT_LIMIT = 3600.0  # seconds until a collective times out
 
 
 class NoEngine:
-    """Before a sharded model has a copy to generate with: the memory is taken when it is needed."""
+    """For ranks that do not generate, or not yet: a sharded model gets its whole copy at the first `update_weights`."""
 
     pending = 0
 
@@ -77,13 +77,13 @@ class NoEngine:
 
 
 class RankWorker(Worker):
-    """What is asked of a rank by name. `part`: policy, reference, critic or ema."""
+    """The calls that a rank answers, by name. `part`: policy, reference, critic, teacher or ema."""
 
     def __init__(self, settings: RankSettings, channel: Channel) -> None:
         self.settings = settings
         self.config, device = _looked(settings)
         family = model_setup.family_of(self.config, model_setup.start_folder(self.config))
-        packed = self.config.model.train == "qlora"  # then the policy is whole, and generates itself
+        packed = self.config.model.train == "qlora"  # then the policy is not sharded, and the engine uses it directly
         each = 0.5 if packed else pick_dtype(self.config.model.dtype, device).itemsize
         by_rows = None if packed else by_rows_of(self.config.train, device)
         needed = numbers_in(Path(family.path), ranks=by_rows.group.size() if by_rows else 1, tower_of=family.tower_of)
@@ -93,15 +93,15 @@ class RankWorker(Worker):
         self._attach(model)
         self.policy = model_setup.learner(self.config, model, family)
         self.parts: dict[str, Any] = {"policy": self.policy}
-        self.rewards: dict[str, LearnedReward] = {}  # by the paths of terms
+        self.rewards: dict[str, LearnedReward] = {}  # by the path of the reward term
         self.algorithm = algorithm_of(self.config) if settings.command == "rl" else None
-        self.divided = by_rows is not None  # the policy; other models may be where it is not
-        self.copy: Any = None  # of a sharded model, whole, to generate with
-        self._given_back: list[tuple[Any, torch.Size]] = []  # its weights, if they have no memory, and their shapes
+        self.divided = by_rows is not None  # whether the policy is sharded; other models may be when it is not
+        self.copy: Any = None  # whole copy of a sharded policy, to generate with
+        self._given_back: list[tuple[Any, torch.Size]] = []  # weights of the copy whose memory was freed, and shapes
         silent = self.divided or settings.command == "reward-model"
         engine: Any = NoEngine() if silent else self._engine_over(model)
         super().__init__(engine, channel)
-        self._forests: dict[str, Forest] = {}  # by the names that the controller has for them
+        self._forests: dict[str, Forest] = {}  # by the controller's names for them
         self._collected: dict[tuple[str, str], list[File]] = {}
         self._shared, self._changed = ExitStack(), ExitStack()
 
@@ -117,7 +117,7 @@ class RankWorker(Worker):
             self._forests = {name: self._forests[name] for name in held}
             self._forests |= {name: decode(Forest, row, block.arrays) for name, row in new.items()}
             given |= {"batches": [self._batch(row, block.arrays) for row in given["batches"]]}
-        halved = call == "train_step" and self.parts[given["part"]].repeats_forests  # what did not fit, already
+        halved = call == "train_step" and self.parts[given["part"]].repeats_forests  # the backend splits forests itself
         with within_memory(smaller=not halved and not given.keys().isdisjoint(("batches", "questions"))):
             return getattr(self, call)(**given)
 
@@ -137,7 +137,7 @@ class RankWorker(Worker):
         return Path(self.settings.folder) if self.settings.folder else None
 
     def _attach(self, model: Any) -> None:
-        """The head of a reward model."""
+        """Attach the score head of a scalar reward model."""
         if self.settings.command == "reward-model" and self.config.reward_model.kind == "scalar":
             rows = rows_of(self.config, self.family)
             rows.attach(model, card=rows.card(self.start, ()), stored=self.start)
@@ -151,7 +151,7 @@ class RankWorker(Worker):
 
     def drop_part(self, part: str) -> None:
         del self.parts[part]
-        gc.collect()  # a backend and its inputs know each other
+        gc.collect()  # a backend and its prefetcher reference each other
         torch.cuda.empty_cache()
 
     def add_reward(self, path: str) -> None:
@@ -186,11 +186,11 @@ class RankWorker(Worker):
         decoded = self._loss(loss)
         if self.config.train.offload and self.copy is not None and not self._given_back:
             self._given_back = [(weight, weight.shape) for weight in self.copy.parameters()]
-            for weight, _ in self._given_back:  # until `update_weights`, before it generates again
+            for weight, _ in self._given_back:  # freed until `update_weights`, before the next generation
                 weight.data = weight.new_empty(0)
         update = self.parts[part].train_step(_pieces(batches), decoded, **options)
         bound_scale(self.parts[part], decoded)
-        if (peak := gpu_peak_gb()) is not None:  # since the last update, of the rank that took most
+        if (peak := gpu_peak_gb()) is not None:  # since the last update; the maximum over ranks
             update.metrics.add_max("mem/gpu_peak_gb", peak)
         return {"sums": update.metrics.sums, "maxima": update.metrics.maxima, "skipped": update.skipped}
 
@@ -210,7 +210,7 @@ class RankWorker(Worker):
     # -- weights and files --
 
     def share(self, turn: int, direct: bool) -> tuple[Any, ...]:
-        """Where a copy of the policy's weights is, until `unshare`, and checksums of some; of the first rank."""
+        """The first rank shares a copy of the weights until `unshare`: returns where it is, and checksums of some."""
         if self.settings.rank:
             if self.divided:
                 self.policy.help_gather()  # type: ignore[attr-defined]
@@ -244,15 +244,15 @@ class RankWorker(Worker):
         return sum(tensor.nbytes for tensor in optimizer.state().values()) if optimizer else 0
 
     def collect(self, part: str, kind: str, copy: bool) -> None:
-        """What this rank writes of the `model` or the `state` of a part: its share of an optimizer, and
-        the first rank all that is not divided.
+        """Collect the files that this rank writes for the `model` or the `state` of a part: its share of the optimizer
+        state; the first rank also everything else.
         """
         one, optimizer = self.parts[part], self._optimizer(part)
         if optimizer is not None and not optimizer.same_everywhere():
             raise TrainingError(f"the weights of the {part} differ between ranks; continue from the last checkpoint")
         mine = self.settings.rank == 0 or (kind == "state" and optimizer is not None)
         files = one.state_files if kind == "state" else one.model_files
-        # What is sharded all ranks gather.
+        # All ranks take part in gathering sharded weights.
         found = list(files(copy=copy)) if mine or self.config.train.layout != "whole" else []
         self._collected[part, kind] = found if mine else []
 
@@ -264,7 +264,7 @@ class RankWorker(Worker):
         try:
             place.mkdir(exist_ok=True)  # in a folder of the controller, which all machines must see
             write_files(place, self._collected.pop((part, kind)))
-        except Exception as error:  # the controller waits for an answer, whatever it is
+        except Exception as error:  # any error is sent as the answer, because the controller waits for one
             raise EnvironmentProblem(f"{place}: {refusal(error) or repr(error)}") from error
 
     def load_state(self, part: str, folder: str) -> None:
@@ -273,8 +273,8 @@ class RankWorker(Worker):
 
 @contextmanager
 def within_memory(who: str = "", *, smaller: bool = False) -> Iterator[None]:
-    """A GPU that has run out of memory would do so again: the run ends, and starts again only where `smaller`
-    micro-batches may fit.
+    """Turn an out-of-memory error into one that ends the run, because it would recur; with `smaller`, into one after
+    which the run may start again with smaller micro-batches.
     """
     try:
         yield
@@ -291,13 +291,13 @@ def _pieces(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def _each(batches: Sequence[Batch], read: Callable[[list[Batch]], Sequence[Any]]) -> Outputs:
-    """What is read of the pieces, joined for each batch."""
+    """Call `read` on the pieces of all batches, and concatenate its outputs for each batch."""
     found = iter(read(_pieces(batches)))
     return [[np.concatenate(c) for c in zip(*islice(found, len(b.forest.pieces)), strict=True)] for b in batches]
 
 
 def sort_out(worker: Worker, inbox: queue.SimpleQueue[Block], rest: queue.SimpleQueue[Block]) -> None:
-    """Some calls need no answer of the main thread, which may wait for another rank."""
+    """Answer `where` and `write` outside of the main thread, which may wait for another rank; pass on the rest."""
     writer = ThreadPoolExecutor(1, thread_name_prefix="files")
     while True:
         block = inbox.get()
@@ -311,7 +311,7 @@ def sort_out(worker: Worker, inbox: queue.SimpleQueue[Block], rest: queue.Simple
 
 
 class Visitor(Worker):
-    """What `saccade doctor` starts: a rank that meets the others and holds no model."""
+    """The rank that `saccade doctor` starts: it joins the others and holds no model."""
 
     def __init__(self, settings: RankSettings, channel: Channel) -> None:
         _, self.device = _looked(settings)
@@ -325,7 +325,7 @@ class Visitor(Worker):
 
 
 def _looked(settings: RankSettings) -> tuple[Config, torch.device]:
-    """After a sum over all ranks and a look at the files."""
+    """Check a sum over all ranks and the files that they must see; returns config and device."""
     config = load(settings.options, command=settings.command)
     model_setup.quiet_libraries()
     preflight.require_sum(device := model_setup.device_of(config))
@@ -334,7 +334,7 @@ def _looked(settings: RankSettings) -> tuple[Config, torch.device]:
 
 
 def join(settings: RankSettings) -> None:
-    """Meet the other ranks."""
+    """Join the process group of all ranks."""
     store = distributed.TCPStore(settings.host, settings.port, is_master=False)
     cuda = pick_device(settings.options.get("run", {}).get("device", "auto")).type == "cuda"
     gpu = cuda and f"{host_name()} {torch.cuda.get_device_properties(0).uuid}"
@@ -347,8 +347,8 @@ def join(settings: RankSettings) -> None:
 
 
 def serve(channel: Channel, controller: str | None = None) -> None:
-    """Do what the controller asks until it ends the run; where another machine has started this process, it is
-    at that address.
+    """Do what the controller asks until it ends the run. `controller`: its address, if it did not start this process
+    itself.
     """
     inbox = listen(channel, tied=controller is None)
     settings = RankSettings(**inbox.get().row["settings"])

@@ -1,5 +1,5 @@
-"""Learned rewards of a run on several GPUs: every rank holds the models, and scores a share of the questions between
-rollout and update. The process that runs the recipe holds their cards only.
+"""Learned rewards of a run on several GPUs: every rank holds the reward models, and scores a share of the questions
+between rollout and update. The controller holds only their cards (`RewardCard`).
 
     model = open_reward(config, "runs/rm/checkpoints/step-100")
     place_rewards(scorer, policy)
@@ -27,18 +27,18 @@ from saccade.trainer import Trainer
 from saccade.types import Message
 
 Conversation = tuple[Message, ...]
-Question = tuple[Conversation, tuple[Conversation, ...]]  # and the replies to it
-ReplyScores = tuple[tuple[np.ndarray, ...], tuple[str, ...]]  # of each reply its numbers, or why it has none
+Question = tuple[Conversation, tuple[Conversation, ...]]  # a prompt, and the replies to it
+ReplyScores = tuple[tuple[np.ndarray, ...], tuple[str, ...]]  # for each reply its scores, or why it has none
 
 
 class RankReward(LearnedReward):
-    """The model of a folder, on all ranks."""
+    """A reward model that all ranks hold."""
 
-    fatal = (SaccadeError,)  # the ranks have ended: no score of a response
+    fatal = (SaccadeError,)  # means that the ranks have ended, not that one response has no score
 
     def __init__(self, path: str, card: RewardCard, family: Family) -> None:
         self.path, self.card, self.family = path, card, family
-        self.team: Team | None = None  # before the ranks have started nothing is scored
+        self.team: Team | None = None  # None until the ranks have started
 
     def place(self, team: Team) -> None:
         self.team = team
@@ -68,7 +68,7 @@ class RankReward(LearnedReward):
 
 
 def open_reward(config: Config, path: str) -> LearnedReward:
-    """In this process, or on the ranks when they are there."""
+    """Open a reward model: in this process, or with several GPUs on the ranks, once they have started."""
     if config.run.gpus == 1:
         return load_learned(config, path)
     folder, remote = model_setup.model_folder(config, path), config.model.trust_remote_code
@@ -76,7 +76,7 @@ def open_reward(config: Config, path: str) -> LearnedReward:
 
 
 def place_rewards(scorer: Scorer | None, policy: Trainer) -> None:
-    """Load the models of the scorer where the policy is, and start its workers where the launcher has places."""
+    """Load the scorer's models on the policy's ranks, and move its workers to where the launcher can start them."""
     team = policy.engine
     if scorer is None or team is None:
         return
@@ -87,7 +87,7 @@ def place_rewards(scorer: Scorer | None, policy: Trainer) -> None:
 
 
 def rate(model: LearnedReward, questions: Sequence[Question]) -> Any:
-    """In a rank."""
+    """Runs in a rank. Returns for each reply its scores (empty if it has none), and the reasons ("" if it has some)."""
     samples = [
         RewardSample(id="", response="", asked=question, replied=reply)
         for question, replies in questions

@@ -1,5 +1,5 @@
-"""A model that all ranks hold, as one trainer. The process that has this holds no weights: its
-`model` has names and shapes only.
+"""The controller's trainer of a model that the ranks hold. This process holds no weights: its `model` has names and
+shapes only.
 
     policy = start_policy(config, "rl", family, folder, logs=run.path)
     policy.train_step(batches, PolicyLoss(algorithm, scoring), lr=1e-6)
@@ -44,17 +44,17 @@ log = logging.getLogger(__name__)
 
 
 class RankTrainer:
-    """The part of each rank that has this name: policy, reference, critic or ema."""
+    """One model of the ranks, by its name (`part`): policy, reference, critic, teacher or ema."""
 
     def __init__(self, config: Config, team: Team, family: Family, part: str = "policy") -> None:
         self.config, self.engine, self.family, self.part = config, team, family, part
-        self.together = config.train.sequence_parallel  # ranks that compute a forest
+        self.together = config.train.sequence_parallel  # ranks that compute one forest
         self.parts, self.device = team.size // self.together, pick_device(config.run.device)
         self.dtype = pick_dtype(config.model.dtype, self.device)
         self.model = outline(config, family, self.dtype, critic=part == "critic")
 
     def beside(self, part: str) -> "RankTrainer":
-        """Another model on the same ranks."""
+        """Load another model on the same ranks; returns its trainer."""
         self.engine.ask_all("add_part", [{"part": part}] * self.engine.size)
         return RankTrainer(self.config, self.engine, self.family, part)
 
@@ -96,7 +96,7 @@ class RankTrainer:
         return [reply.row["result"] for reply in replies]
 
     def blend(self, source: Any, share: float) -> None:
-        """`source` is the policy, which is on the same ranks."""
+        """Follow the policy. `source` is unused: the policy is on the same ranks."""
         self._ask("blend", [{"share": share}] * self.parts)
 
     def repeats(self) -> float:
@@ -110,7 +110,7 @@ class RankTrainer:
 
     @contextmanager
     def shared(self, *, turn: int, direct: bool = False) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
-        """As `weights.shared`: a copy in the memory of the first rank, which other machines read from there."""
+        """Like `weights.shared`: a copy in the memory of the first rank, from which other machines read it."""
         how = {"turn": turn, "direct": direct}
         offer, checksums = self.engine.ask_all("share", [how] * self.engine.size)[0].row["result"]
         try:
@@ -120,7 +120,7 @@ class RankTrainer:
 
     @contextmanager
     def changed(self, tower: str) -> Iterator[str]:
-        """Inside, one weight of a tower differs, for probes; afterwards all are as before."""
+        """Context manager that changes one weight of a tower, for probes, and restores it. Yields its name."""
         name = self._ask("change", [{"tower": tower}] * self.parts)[0].row["result"]
         try:
             yield name
@@ -128,7 +128,7 @@ class RankTrainer:
             self._ask("change_back", [{}] * self.parts)
 
     def write_card(self, card: RewardCard) -> None:
-        """What a folder of the policy says of it as a reward model."""
+        """Set the reward card that is saved with the policy."""
         self._ask("write_card", [{"card": asdict(card)}] * self.parts)
 
     @cached_property
@@ -152,7 +152,7 @@ class RankTrainer:
         return self._files("state", copy)
 
     def _files(self, kind: str, copy: bool) -> list[File]:
-        """One entry for all that the ranks write, each its share."""
+        """One entry, whose writer lets every rank write its share."""
         self._ask("collect", [{"kind": kind, "copy": copy}] * self.parts)
         return [("", partial(self._write, kind))]
 
@@ -163,14 +163,14 @@ class RankTrainer:
         self._ask("load_state", [{"folder": str(folder)}] * self.parts)
 
     def close(self) -> None:
-        """The memory of this part; the policy goes last, and the ranks with it."""
+        """Free the memory of this model. The policy must be closed last, because it ends the ranks."""
         if self.part == "policy":
             self.engine.close()
         else:
             self._ask("drop_part", [{}] * self.parts)
 
     def _dealt(self, batches: Sequence[Batch]) -> list[list[int]]:
-        """Which batches each part gets: those that were packed for it, and its share of others."""
+        """The indices of the batches for each group of ranks: those packed for it, and its share of the others."""
         free = [index for index, batch in enumerate(batches) if batch.part is None]
         dealt = [[free[i] for i in mine] for mine in deal([batches[i].tokens for i in free], self.parts)]
         for index, batch in enumerate(batches):
@@ -179,7 +179,7 @@ class RankTrainer:
         return dealt
 
     def _ask(self, call: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:
-        """The answers of all ranks. `arguments`: those of each part."""
+        """Call all ranks; returns their answers. `arguments`: one per group of ranks."""
         each = [given for given in arguments for _ in range(self.together)]
         return self.engine.ask_all(call, [{"part": self.part, **given} for given in each])
 

@@ -1,5 +1,5 @@
-"""Ranks, replicas and reward workers as tasks of a Ray cluster, which starts processes and nothing else: no tensor and
-no call goes through it. Only Ray's own call is pickled.
+"""Start ranks, replicas and reward workers as tasks of a Ray cluster. Ray only starts the processes: tensors and calls
+go through our own sockets, and nothing is pickled but the call that starts a task.
 
     saccade rl run.yaml run.gpus=16 run.launcher=ray
 """
@@ -34,7 +34,7 @@ WORKERS_LIMIT = 30.0  # seconds until Ray has cores for reward workers
 
 
 def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
-    """Tasks of the cluster that `ray status` shows, or of one that is started here."""
+    """Launcher: tasks of the running Ray cluster (see `ray status`), or of a local one that is started here."""
     cluster = _cluster(held)
     device = settings.options.get("run", {}).get("device", "auto")
     gpus = _bundles(settings.size, beside, _gpus_of_a_rank(cluster, device, logs.absolute()))
@@ -55,13 +55,13 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
 
     def arrived(tasks: Sequence[Any], token: str, limit: float = JOIN_LIMIT) -> list[Arrival]:
         def failed() -> None:
-            """No process will come of a task that is over. An error of its own will come again, the end of its machine
-            will not.
+            """Raise if a task ended before its process connected: EnvironmentProblem for an exception of the task,
+            which would recur; RankLost for a lost machine, which would not.
             """
             for task in cluster.wait([*tasks], num_returns=1, timeout=0)[0]:
                 try:
                     cluster.get(task)
-                except Exception as error:  # whatever the task raised, and what Ray says of a process that is gone
+                except Exception as error:  # raised by the task, or by Ray if the process is gone
                     own = isinstance(error, cluster.exceptions.RayTaskError)
                     text = f"a process ended before all had connected: Ray: {error}"
                     raise (EnvironmentProblem if own else RankLost)(text) from None
@@ -69,7 +69,7 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
         try:
             return reception.arrivals(token, len(tasks), limit=limit, failed=failed)
         except EnvironmentProblem:
-            for task in tasks:  # one that still waits for a machine must not start later, and be refused
+            for task in tasks:  # a task that still waits for a machine must not start later, only to be refused
                 cluster.cancel(task)
             raise
 
@@ -88,7 +88,7 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
         return linked(one(limit, group, bundle, gpus[bundle]), replica)
 
     def workers(held: ExitStack, pool: WorkerPool, count: int) -> None:
-        """A core for each, on as many machines as there are. Where the cluster has no room they stay."""
+        """Move the pool's workers to cores spread over all machines. If the cluster has no room, they stay here."""
         own = _reserve(cluster, [0] * count, held, "SPREAD")
         if not own.wait(WORKERS_LIMIT):
             there = f"the Ray cluster has no room for {count} cores beside those of the run"
@@ -118,8 +118,8 @@ def _cluster(held: ExitStack) -> Any:
 
 @cache
 def _gpus_of_a_rank(cluster: Any, device: str, run: Path) -> int:
-    """As when the run in this folder began, because no GPU may be left; none where neither this machine nor the cluster
-    has any, or the config wants none.
+    """Returns 1, or 0 if the config says so or neither this machine nor the cluster has a GPU. Cached for the folder of
+    the `run`: after machines were lost, the cluster may have no GPU left.
     """
     if device == "cpu":
         return 0
@@ -127,7 +127,7 @@ def _gpus_of_a_rank(cluster: Any, device: str, run: Path) -> int:
 
 
 def _bundles(ranks: int, beside: Beside, gpu: int) -> list[int]:
-    """GPUs of each process."""
+    """GPUs of each process: first the ranks, then the replicas."""
     return [gpu] * ranks + [gpu * beside.gpus] * beside.replicas
 
 
@@ -136,15 +136,15 @@ def _options(ranks: int, beside: Beside) -> str:
 
 
 def _reserve(cluster: Any, gpus: Sequence[int], held: ExitStack, strategy: str = "PACK") -> Any:
-    """A core and so many GPUs for each process, full machines first."""
+    """Request a placement group: one core and `gpus[n]` GPUs for process n. PACK uses as few machines as possible."""
     group = cluster.util.placement_group([{"CPU": 1} | ({"GPU": n} if n else {}) for n in gpus], strategy=strategy)
     held.callback(cluster.util.remove_placement_group, group)
     return group
 
 
 def gpus_left(config: Config, command: str) -> str:
-    """Options for as many ranks, and replicas beside them, as the Ray cluster has room for where a machine may be gone:
-    as the run had, or fewer of both in proportion, then of replicas alone.
+    """Returns the `run.gpus` and `rollout.replicas` options that fit the Ray cluster after machines may have been lost:
+    as many as the run had, else fewer of both in proportion (down to `run.min_gpus`), then fewer replicas.
     """
     beside, limit, run = beside_of(config, command), LEFT_LIMIT, Path(config.run.out) / config.run.name
     most, least = config.run.gpus, config.run.min_gpus or config.run.gpus
@@ -160,7 +160,7 @@ def gpus_left(config: Config, command: str) -> str:
             with ExitStack() as tried:
                 group, end = _reserve(cluster, gpus, tried), time.monotonic() + limit
                 while not (ready := group.wait(1)) and time.monotonic() < end:
-                    there = cluster.cluster_resources()  # of machines that live
+                    there = cluster.cluster_resources()  # of live machines
                     if there.get("CPU", 0) < len(gpus) or there.get("GPU", 0) < sum(gpus):
                         break
             if ready:

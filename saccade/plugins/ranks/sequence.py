@@ -1,13 +1,13 @@
-"""Ranks that compute one forest together, for contexts whose activations do not fit on one GPU.
+"""Sequence parallelism: ranks compute one forest together, for contexts whose activations do not fit on one GPU.
 
-Each rank of a group runs all layers on a stretch of the tokens. Around attention one exchange gives it all tokens of
-its share of the heads instead, so that the plan of the whole forest runs unchanged, and another one gives them back
-(Ulysses): any tree is divided evenly. Log-probs and values are read where their token lies and completed from the
-other ranks, so that a loss sees whole groups. Its gradient reaches the rows of this rank alone: gradients are sums over
-stretches, which the optimizer adds up over all ranks as those of different forests.
+Each rank of a group runs all layers on a stretch of the tokens. Around attention, one all-to-all gives it all tokens of
+its share of the heads instead, so that the attention plan of the whole forest runs unchanged, and another one reverses
+this (Ulysses): any tree is divided evenly. Log-probs and values are read on the rank that holds their token and
+exchanged, so that a loss sees whole groups. Its gradient reaches only this rank's rows: gradients are sums over
+stretches, which the optimizer adds up over all ranks like those of different forests.
 
-Towers run on the ranks whose stretch holds a token of the medium. One that is cut is computed on both sides, each with
-the gradient of its tokens: nothing is exchanged, and nobody waits for a tower.
+Towers run on the ranks whose stretch holds a token of the medium. A medium across a border is computed on both sides,
+each with the gradient of its own tokens: nothing is exchanged, and no rank waits for a tower.
 
     backend = SequenceBackend(model, family, TrainConfig(), optimizer=DividedOptimizer, size=2)
 """
@@ -41,14 +41,14 @@ from saccade.types import MediaSpan, Metrics
 
 
 def rank_backend(train: TrainConfig) -> Callable[..., LocalBackend]:
-    """What holds a model on a rank."""
+    """The backend class for a model on a rank."""
     alone, together = BACKENDS[train.layout]
     return alone if train.sequence_parallel == 1 else partial(together, size=train.sequence_parallel)
 
 
 @cache
 def group_of(size: int) -> Any:
-    """The process group of this rank: `size` consecutive ones. All ranks ask for it at once."""
+    """The process group of this rank: `size` consecutive ranks. Collective: all ranks must call it."""
     starts = range(0, dist.get_world_size(), size)
     groups = [dist.new_group([*range(start, start + size)]) for start in starts]
     return groups[dist.get_rank() // size]
@@ -59,8 +59,8 @@ def group_of(size: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Some consecutive tokens of a forest with their reads, in place of a batch; nodes and parents are those of all
-    tokens. Spans of media may reach over its ends.
+    """Consecutive tokens of a forest with their reads, used in place of a batch. Nodes and parents are those of the
+    whole forest. Media spans may reach over the ends.
     """
 
     whole: Batch
@@ -87,13 +87,13 @@ class Stretch:
 
 
 def bounds_of(batch: Batch, size: int) -> np.ndarray:
-    """[size + 1]: where the stretches begin, as long as each other but for one token. None is empty."""
+    """[size + 1]: where each stretch begins. Their lengths differ by at most one token, and none is empty."""
     return np.arange(size + 1) * max(size, len(batch.ids)) // size
 
 
 def stretch(batch: Batch, place: int, size: int) -> Stretch:
-    """The stretch of the rank at this place of its group. A forest with fewer tokens than ranks gets one more tree,
-    which nobody reads.
+    """The stretch of the rank at this place in its group. A forest with fewer tokens than ranks is padded with one more
+    tree, which has no reads.
     """
     start, end = bounds_of(batch, size)[place : place + 2].tolist()
     mine = (start <= batch.reads) & (batch.reads < end)
@@ -114,7 +114,7 @@ def stretch(batch: Batch, place: int, size: int) -> Stretch:
 
 
 def _inside(part: Stretch) -> np.ndarray:
-    """Those of the tokens of its media that lie in the stretch."""
+    """Indices of the media tokens that lie in the stretch, among all tokens of its media."""
     places = np.concatenate([np.arange(span.start, span.end) for span in part.media])
     return np.flatnonzero((places >= 0) & (places < part.tokens))
 
@@ -123,7 +123,7 @@ def _inside(part: Stretch) -> np.ndarray:
 
 
 def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    """The rows that all ranks of the group sent to this one, in their order. `sent`: how many go to each rank,
+    """Returns the rows that the ranks of the group sent to this one, in rank order. `sent`: how many go to each rank,
     `received`: how many come from each.
     """
     found = rows.new_empty(sum(received), *rows.shape[1:])
@@ -143,7 +143,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def divided_plan(plan: AttentionPlan, lengths: Sequence[int], place: int, group: Any) -> AttentionPlan:
-    """Attention over all tokens of a forest, called with those of the stretch at this place. `lengths`: of all."""
+    """Attention over a whole forest, called with the tokens of the stretch at `place`. `lengths`: of all stretches."""
     size = len(lengths)
     own = [lengths[place]] * size
 
@@ -151,10 +151,10 @@ def divided_plan(plan: AttentionPlan, lengths: Sequence[int], place: int, group:
         if (repeats := key_repeats(k.shape[1], size)) > 1:
             k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
         if (width := v.shape[-1]) < q.shape[-1]:
-            v = pad(v, (0, q.shape[-1] - width))  # they travel together
+            v = pad(v, (0, q.shape[-1] - width))  # q, k and v are exchanged as one tensor
         shares = [x.shape[1] // size for x in (q, k, v)]
         of_ranks = [x.unflatten(1, (size, n)).transpose(0, 1) for x, n in zip((q, k, v), shares, strict=True)]
-        rows = torch.cat(of_ranks, 2).flatten(0, 1)  # those for each rank, one after the other
+        rows = torch.cat(of_ranks, 2).flatten(0, 1)  # grouped by receiving rank
         found = _Exchange.apply(rows, own, lengths, group)
         q, k, v = found.split(shares, 1)
         out = plan(layer, q, k, v[..., :width], scale, window)
@@ -168,7 +168,7 @@ def divided_plan(plan: AttentionPlan, lengths: Sequence[int], place: int, group:
 
 
 class _OfForests(InputPrefetcher):
-    """Inputs of stretches, begun by their forest."""
+    """Prefetched inputs of stretches, stored under their whole forest."""
 
     def get(self, batch: Any) -> Inputs:
         assert isinstance(batch, Stretch)
@@ -216,7 +216,7 @@ class SequenceBackend(LocalBackend):
         return self._completed(batch, places, super().read_values(self._mine(batch), mine - start))
 
     def _completed(self, batch: Batch, places: np.ndarray, rows: Tensor) -> Tensor:
-        """What was read at the places, from the rows of all ranks; only those of this one carry a gradient."""
+        """Gather what all ranks read, in the order of `places`; only this rank's rows carry a gradient."""
         owners = np.searchsorted(bounds_of(batch, self.size), places, side="right") - 1
         counts = np.bincount(owners, minlength=self.size).tolist()
         everyone = all_to_all(rows.detach().repeat(self.size), [len(rows)] * self.size, counts, self.group)
@@ -229,8 +229,8 @@ class SequenceBackend(LocalBackend):
         return None if found is None else found.index_select(0, to_device(_inside(batch), self.device))
 
     def _agree(self) -> None:
-        """Layers that one rank computes again, because its memory is short, are computed again by all of the group:
-        the exchanges inside of them are, too.
+        """If one rank recomputes a layer in backward to save memory, all ranks of the group must: the recomputation
+        repeats the exchanges inside the layer.
         """
         if torch.is_grad_enabled() and self.recompute.planned:
             layers: list[Any] = [*blocks_of(self.model)]
@@ -245,12 +245,12 @@ class SequenceBackend(LocalBackend):
         return super().passed(self._mine(batch))
 
     def metrics_of(self, sums: Sequence[LossSums]) -> Metrics:
-        """The ranks of a group have the same: the first one reports them."""
+        """All ranks of a group have equal sums, so only the first reports them."""
         return super().metrics_of([] if self.place else sums)
 
 
 class ShardedSequence(ShardedBackend, SequenceBackend):
-    """Both: the weights divided among all ranks, a forest among those of a group."""
+    """Weights are sharded over all ranks, the tokens of a forest over the ranks of a group."""
 
 
 class HybridSequence(HybridBackend, SequenceBackend):
@@ -263,7 +263,7 @@ class HybridSequence(HybridBackend, SequenceBackend):
             )
 
 
-BACKENDS: Mapping[str, tuple[type[LocalBackend], type[SequenceBackend]]] = {  # by `train.layout`; alone, and together
+BACKENDS: Mapping[str, tuple[type[LocalBackend], type[SequenceBackend]]] = {  # by layout; single, sequence parallel
     "whole": (LocalBackend, SequenceBackend),
     "sharded": (ShardedBackend, ShardedSequence),
     "hybrid": (HybridBackend, HybridSequence),

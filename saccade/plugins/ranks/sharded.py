@@ -1,12 +1,12 @@
-"""A model whose weights are sharded over the ranks by torch's FSDP2, for what does not fit whole on every GPU.
+"""A model whose weights are sharded over the ranks by torch's FSDP2, for models that do not fit whole on every GPU.
 
-A layer is gathered for its forward and backward and given back after it; its gradient comes summed over the ranks,
-each with its rows. Masters and moments are those of `divided.py`, on these rows. Towers, projectors, adapters and heads
-that score stay whole on every rank, with divided state: a forest without images runs no tower, and nobody waits for it
-there. So does a model of 4 bits. Embedding and language head are whole from a forward until its backward, or until all
-forests have passed: losses read them there.
+A layer is gathered for its forward and backward and freed afterwards; its gradient is reduce-scattered: each rank gets
+the sum for its rows. `divided.py` has their masters and moments. Towers, projectors, adapters and score heads stay
+whole on every rank, with divided optimizer state, because a forest without images runs no tower and must not keep other
+ranks waiting; so do all weights of a 4-bit model. Embedding and language head stay gathered from a forward until its
+backward, or until all forests have run, because losses read them.
 
-Every forward and backward waits for all ranks. So all run equally many forests, empty ones where a rank has fewer,
+Every forward and backward waits for all ranks. So all run equally many forests, a rank with fewer adds empty ones,
 and none can repeat a forest that ran out of memory.
 
     backend = ShardedBackend(model, family, TrainConfig(), optimizer=DividedOptimizer)
@@ -41,13 +41,13 @@ from saccade.trainer.local import AVERAGE, WEIGHTS, Found, LocalBackend
 from saccade.trainer.optimizer_files import optimizer_file
 from saccade.types import Metrics
 
-# Of the device's memory, not planned with: blocks that the streams of FSDP do not give to each other, of which 8 % was
-# the most on one GPU. A forest that runs out of memory is not repeated.
+# Share of the GPU's memory that is left unplanned, for blocks that FSDP's streams cannot reuse from each other: 8 % was
+# the most seen on one GPU. It must suffice, because a forest that runs out of memory is not repeated.
 FOR_STREAMS = 0.08
 
 
 class _Root(nn.Module):
-    """What FSDP takes for the model, which is called in several ways: they run inside of this forward."""
+    """The root module for FSDP: the model is called in several ways, each of which runs inside this forward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -57,11 +57,11 @@ class _Root(nn.Module):
         return call(*arguments, **options)
 
     def reshard(self) -> None:
-        """FSDP's own where it has anything to give back."""
+        """Does nothing if no weight is sharded; otherwise FSDP's method takes its place."""
 
 
 def shard(model: Any, family: Family, mesh: DeviceMesh) -> Any:
-    """The root of the model, whose layers and other weights of the language model are sharded in place."""
+    """Shard the language model's layers and other weights in place; returns the root to call the model through."""
     ignored = {*undivided(model, family), *lora.adapters(model).values()}
     if ignored.issuperset(model.parameters()):
         return _Root(model)
@@ -78,13 +78,13 @@ def shard(model: Any, family: Family, mesh: DeviceMesh) -> Any:
     root: Any = fully_shard(_Root(model), **options)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # scales hold the denominators of all ranks
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_gradient_divide_factor(1.0)  # no mean over ranks: the scales hold the denominators
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     return root
 
 
 def reach_towers(model: Any, family: Family) -> None:
-    """Where only towers train, let a backward pass all layers, also without images: other ranks wait there."""
+    """If only towers train, let every backward pass through all layers, even without images: other ranks wait there."""
     embedding = model.get_input_embeddings()
     towers = [p for name, p in model.named_parameters() if family.tower_of(name) != "llm"]
     if any(p.requires_grad for p in towers) and not embedding.weight.requires_grad:
@@ -96,7 +96,7 @@ def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
 
 
 class _Empty(Batch):
-    """A forest of two tokens that counts for nothing."""
+    """A forest of two tokens that contributes nothing."""
 
     @property
     def tokens(self) -> int:
@@ -121,7 +121,7 @@ def _empty() -> Batch:
 
 @dataclass(frozen=True)
 class _OrNothing:
-    """A loss that is 0 on an empty forest, with a gradient for all that others have one for."""
+    """Wraps a loss; on an empty forest it is 0, with zero gradients for all weights that have one on other ranks."""
 
     loss: Loss
 
@@ -143,7 +143,7 @@ class _OrNothing:
 
 
 def _passed(trainer: Reader, batch: Batch) -> Tensor:
-    """What others wait for in a forward."""
+    """Run the forward that other ranks wait for; returns its outputs."""
     head = getattr(trainer.model, "score", None)
     if isinstance(head, SavedHead):
         return trainer.hidden_at(batch, batch.reads)
@@ -159,7 +159,7 @@ class ShardedBackend(LocalBackend):
     """Every method that reads the model or its weights is called on all ranks at once."""
 
     repeats_forests = False
-    hybrid = False  # sharded inside each machine
+    hybrid = False  # sharded only within each machine
 
     def __init__(self, model: nn.Module, family: Family, train: TrainConfig | None = None, **options: Any) -> None:
         if train is None:
@@ -180,7 +180,7 @@ class ShardedBackend(LocalBackend):
         found = super().each(batches, read)
         for empty in more:
             _passed(self, empty)
-        self.root.reshard()  # here and below: what was gathered without a backward would outlive a change of weights
+        self.root.reshard()  # here and below: without a backward, gathered weights would stay and become stale
         return found
 
     def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
@@ -195,7 +195,7 @@ class ShardedBackend(LocalBackend):
         return self.root(super().hidden_at, batch, places)
 
     def _filled(self, batches: Sequence[Batch]) -> list[Batch]:
-        """As many forests as the rank with most has, of those that wait for each other."""
+        """Append empty forests, up to the largest number that a rank of the mesh has."""
         most = int(agreed([len(batches)], dist.ReduceOp.MAX, self.mesh.get_group())[0])
         return [*batches, *[_empty()] * (most - len(batches))]
 
@@ -208,14 +208,14 @@ class ShardedBackend(LocalBackend):
 
     @torch.no_grad()
     def fill(self, copy: nn.Module, *, frozen: bool = False) -> None:
-        """Write what is trained into a whole copy of the model, and what is frozen."""
+        """Write the trained weights into a whole copy of the model; with `frozen`, the frozen ones, too."""
         mine = dict(self.model.named_parameters())
         for name, target in copy.named_parameters():
             if frozen or mine[name].requires_grad:
                 target.copy_(gathered(mine[name]))
 
     def help_gather(self) -> None:
-        """For another rank that reads `weights`."""
+        """Take part in gathering all weights, while another rank reads `weights`."""
         for parameter in self.model.parameters():
             gathered(parameter)
 
@@ -256,7 +256,7 @@ class ShardedBackend(LocalBackend):
         self.averages = {name: average.to(self.device, copy=True) for name, average in cut.items()}
 
     def _cut(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The rows of this rank."""
+        """This rank's rows of whole tensors."""
         place, size = self.mesh.get_local_rank(), self.mesh.size()
         rows = {n: -(-len(p) // size) for n, p in self.model.named_parameters() if _is_sharded(p)}
         return {n: t[place * rows[n] :][: rows[n]] if n in rows else t for n, t in stored.items()}
@@ -281,7 +281,7 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def gathered(part: Tensor) -> Tensor:
-    """All ranks of a mesh gather it; by hand, because gloo's way to do it for a DTensor cannot read a GPU."""
+    """All-gather a DTensor over its mesh; not by its own method, which cannot read GPU tensors with gloo."""
     part = part.detach()
     if not isinstance(part, DTensor):
         return part
@@ -290,7 +290,7 @@ def gathered(part: Tensor) -> Tensor:
 
 
 def _like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Other numbers of the rows that this rank has of a parameter."""
+    """Local values for this rank's rows of a parameter, as a DTensor that is sharded like it."""
     if not isinstance(parameter, DTensor):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements

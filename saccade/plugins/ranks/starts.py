@@ -1,4 +1,4 @@
-"""How the ranks of a run are started, and how a run that has lost them starts again.
+"""Start the ranks of a run, and restart a run that has lost a rank.
 
 team = start_team(config, "rl", model=family.path, folder=None, logs=run.path)
 run_again(rl.run, "rl", config)
@@ -29,8 +29,8 @@ LAUNCHERS: Mapping[str, Callable[..., Places]] = {"local": local, "join": join, 
 
 
 def start_team(config: Config, command: str, *, model: str, folder: str | None, logs: Path) -> Team:
-    """Ranks that have met. They log into `logs`, which all machines must see, and so they must the `model`; `folder` is
-    the checkpoint to continue from.
+    """Start the ranks and wait until all have joined. They log into `logs`; all machines must see `logs` and `model`.
+    `folder`: the checkpoint to continue from.
     """
     device, here = pick_device(config.run.device), config.run.launcher == "local"
     listening = socket.create_server(("127.0.0.1" if here else "", 0))
@@ -52,7 +52,7 @@ def start_team(config: Config, command: str, *, model: str, folder: str | None, 
         held.callback((logs / MARK).unlink, missing_ok=True)
         places = LAUNCHERS[config.run.launcher](settings, visible, logs, held, beside_of(config, command))
         team = Team(places.ranks, held.pop_all(), places.replicas, places.workers)
-    team.store = store  # it lasts as long as the ranks
+    team.store = store  # keeps the TCP store alive as long as the ranks
     if shared := meet(store, team.hosts):
         slow = "they exchange through main memory (gloo), which is slow"
         log.warning(f"ranks {', '.join(map(str, shared))} have a GPU in common: {slow}")
@@ -60,8 +60,8 @@ def start_team(config: Config, command: str, *, model: str, folder: str | None, 
 
 
 def run_again(recipe: Callable[[Config], Any], command: str, config: Config) -> Any:
-    """What the recipe returns, which starts again, as often as `run.restarts` allows, where it has lost a rank or a
-    micro-batch did not fit.
+    """Run the recipe and return its result. If a rank is lost, or a micro-batch does not fit in memory, start it again,
+    up to `run.restarts` times.
     """
     wanted = config
     for left in range(config.run.restarts, 0, -1):
@@ -76,8 +76,8 @@ def run_again(recipe: Callable[[Config], Any], command: str, config: Config) -> 
 
 
 def _changes(config: Config, wanted: Config, command: str, error: SaccadeError) -> list[str]:
-    """Options of the next start: from the last checkpoint, on the GPUs that are left of those that were `wanted` at
-    first, with smaller micro-batches where one did not fit.
+    """Returns the options of the next start: resume from the last checkpoint, on as many of the originally `wanted`
+    GPUs as are left, with smaller micro-batches if one did not fit.
     """
     saved = any((Path(config.run.out) / config.run.name / "checkpoints").glob("step-*"))
     found = ["run.resume=auto"] if saved or config.run.resume == "none" else []

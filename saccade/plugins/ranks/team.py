@@ -1,9 +1,9 @@
 """Ranks as one engine and one trainer: processes that each hold the models of the run and generate
 with the weights they train.
 
-The recipe runs here, in a process that is no rank. Requests are handed out as among replicas.
+The recipe runs here, in the controller, which is no rank. Requests are distributed as among replicas.
 Every other call goes to all ranks at once, because they wait for each other inside it: the first
-error of any ends all of them.
+error of any rank ends all of them.
 
     team = Team(starters, held)
     team.ask_all("update_weights", [{"version": 1}] * team.size)
@@ -31,24 +31,24 @@ from saccade.system.codec import Arrays, encode
 from saccade.system.process import Block
 from saccade.types import Completion
 
-STACK_LIMIT = 5.0  # seconds to say where a process is
+STACK_LIMIT = 5.0  # seconds for a process to report its stack
 # A call has stalled if it takes STALL_FACTOR times as long per token as the slowest of its kind, and at least
-# STALL_LEAST seconds. The first of a kind has the limit of collectives: it may compile kernels.
+# STALL_LEAST seconds. The first of a kind has the time limit of collectives, because it may compile kernels.
 STALL_LEAST, STALL_FACTOR, STALL_FIRST = 60.0, 10.0, 3600.0
 WRITE_LIMIT = 24 * 3600.0  # seconds: checkpoints are large, and disks may be slow
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """What a rank is started with; plain data, so that it travels as JSON."""
+    """What a rank is started with; plain data, to be sent as JSON."""
 
-    options: Mapping[str, Any]  # of the config, as they were given
+    options: Mapping[str, Any]  # of the config, those that are set
     command: str
     folder: str | None  # the checkpoint that the run continues from
     rank: int
     size: int  # how many ranks there are
-    port: int  # where they find each other, on the host of the controller
-    seen: Mapping[str, Any] = field(default_factory=dict)  # of files, by the controller
+    port: int  # of the TCP store on the controller's host
+    seen: Mapping[str, Any] = field(default_factory=dict)  # the files of the controller: `preflight.look`
     host: str = "127.0.0.1"
     hosts: Sequence[str] = ()  # the machine of each rank
 
@@ -63,11 +63,11 @@ class Rank(Replica):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._forests: WeakKeyDictionary[Forest, str] = WeakKeyDictionary()  # that the rank holds, by its name for them
+        self._forests: WeakKeyDictionary[Forest, str] = WeakKeyDictionary()  # held by the rank → name
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Future[Block]:
-        """What the rank will answer. A forest of `batches` travels once, with the files it needs; the rank holds it as
-        long as it exists here. Columns travel each time, and so do `questions`.
+        """Send a call; returns its future answer. A forest of `batches` is sent once, with the files it needs; the rank
+        holds it as long as it exists here. Columns and `questions` are sent every time.
         """
         arrays: Arrays = {}
         sent = self._sent(arguments["batches"], arrays) if "batches" in arguments else {}
@@ -88,7 +88,7 @@ class Rank(Replica):
                 name = f"forest-{next(self._numbers)}"
                 row = encode(replace(forest, keys=()), arrays, shared=self._files, name=name)
                 self._forests[forest] = name
-                forests[name] = {**row, "keys": forest.keys}  # plain already
+                forests[name] = {**row, "keys": forest.keys}  # already plain JSON
             columns = {f"{number}/{column}": array for column, array in batch.columns.items()}
             arrays |= columns
             rows.append({"forest": self._forests[forest], "columns": [*columns]})
@@ -96,9 +96,9 @@ class Rank(Replica):
 
 
 class Team(Replicas):
-    """The engines of all ranks. The trainers (`RankTrainer`) ask through `ask_all`."""
+    """The engines of all ranks. The trainers (`RankTrainer`) use `ask_all`."""
 
-    store: Any = None  # where they find each other
+    store: Any = None  # the TCP store of the process group
 
     def __init__(
         self,
@@ -107,29 +107,29 @@ class Team(Replicas):
         place: Any = None,
         place_workers: Callable[..., None] | None = None,
     ) -> None:
-        """`held` is closed at the end: what the ranks need beside themselves. `place` starts replicas beside them,
-        `place_workers` has reward workers started elsewhere.
+        """`held`: resources to release after the ranks have ended. `place` starts a replica elsewhere, `place_workers`
+        moves reward workers elsewhere; None: they run on this machine.
         """
         self.size, self._held, self.place = len(starters), held, place
         self.place_workers = place_workers and partial(place_workers, held)
         self._end: Exception | None = None  # why the ranks are gone
-        self._slowest: dict[tuple[str, ...], float] = {}  # seconds for a token, or for a call without any
+        self._slowest: dict[tuple[str, ...], float] = {}  # seconds per token, or per call without any
         super().__init__(starters)
         self.hosts: Sequence[str] = self._ready[0].settings.hosts
         self._capabilities = replace(self._capabilities, shares_weights=True)
         self._working, self._ready = self._ready, []
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Each engine reads the weights of its rank, or a copy that the ranks fill."""
+        """Each engine uses the weights of its rank, or a whole copy that all ranks fill together."""
         self.ask_all("update_weights", [{"version": version}] * self.size)
         self.version = version
 
     def ask_all(self, call: str, arguments: Iterable[Mapping[str, Any]]) -> list[Block]:
-        """The answers of all ranks, each with its arguments."""
+        """Call all ranks, each with its own arguments; returns their answers in rank order."""
         return self._ask(call, self._alive(), [*arguments])
 
     def ask_first(self, call: str, **arguments: Any) -> Any:
-        """The answer of the first rank alone, of calls in which it waits for no other."""
+        """Call only the first rank and return its result; only for calls in which it waits for no other rank."""
         return self._ask(call, self._alive()[:1], [arguments])[0].row["result"]
 
     def _ask(self, call: str, ranks: Sequence[Rank], arguments: Sequence[Mapping[str, Any]]) -> list[Block]:
@@ -147,7 +147,7 @@ class Team(Replicas):
         return [answer.result() for answer in asked]
 
     def write(self, arguments: Mapping[str, Any]) -> None:
-        """All ranks write their files. None waits for another, so an error ends none of them; any thread may ask."""
+        """Let all ranks write their files. No rank waits for another, so an error ends none of them. Thread-safe."""
         asked = {rank.call("write", arguments): rank for rank in self._alive()}
         wait(asked, WRITE_LIMIT)
         for answer, rank in asked.items():
@@ -157,7 +157,7 @@ class Team(Replicas):
                 raise RankLost(f"{rank.settings.who} failed to write: {death}") from None
 
     def first_address(self) -> str:
-        """The address of the first rank's machine; empty: that of this process."""
+        """The address of the first rank's machine; empty if that is this machine."""
         link = self._alive()[0].child.channel.link
         address = link.getpeername()[0] if link.family in (socket.AF_INET, socket.AF_INET6) else ""
         return "" if address in ("127.0.0.1", "::1") else address
@@ -173,7 +173,7 @@ class Team(Replicas):
         return sorted(self._working, key=self._places.__getitem__)
 
     def _wait(self, call: str, asked: Mapping[Future[Block], Rank], watch: Watch, limit: float) -> None:
-        """Until all have answered, or one has failed; RankLost where that will not happen."""
+        """Wait until all ranks have answered, or one has failed; raises RankLost if that will not happen."""
         why = None
         while (found := wait(asked, LOOK_EVERY, return_when=FIRST_EXCEPTION)).not_done:
             if any(one.exception() for one in found.done):
@@ -182,11 +182,11 @@ class Team(Replicas):
             before, why = why, watch.look()
             if watch.now > limit:
                 why = f"{', '.join(rank.settings.who for rank in late)}: no answer for {limit:.0f} s"
-            if before and why:  # twice, and an error has had the time to arrive
+            if before and why:  # in two looks in a row, so an error had time to arrive
                 raise self._kill_all(RankLost(f"{call} will not end: {why}\n{watch.table()}\n{_stacks(late)}"))
 
     def _end_all(self, call: str, asked: Mapping[Future[Block], Rank], watch: Watch) -> None:
-        """Raises the first error, with where the other ranks are."""
+        """Kill all ranks and raise the first error, with the stacks of the ranks that were still working."""
         failed = [one for one in asked if one.done() and one.exception()]
         one = min(failed, key=lambda one: watch.answered.get(one, watch.now))
         rank, error = asked[one], one.exception()
@@ -199,7 +199,7 @@ class Team(Replicas):
         raise self._kill_all(RankLost(text.rstrip()))
 
     def _lose(self, engine: Replica, death: Exception) -> None:
-        """No rank can go on without the others, which say where they are if they have begun."""
+        """Kill all ranks, because none can go on without the others, and raise RankLost with their stacks."""
         others = [rank for rank in self._working if rank is not engine]
         text = f"{engine.settings.who} died: {death}\n{tail(engine.log)}\n{_stacks(others)}"
         raise self._kill_all(RankLost(text.rstrip()))
@@ -218,7 +218,7 @@ class Team(Replicas):
 
 
 def _work(given: Mapping[str, Any]) -> int:
-    """What a call takes longer for: tokens, or questions."""
+    """The amount of work in a call: tokens, or questions."""
     return sum(len(batch.forest.rows) for batch in given.get("batches", ())) or len(given.get("questions", ()))
 
 
@@ -228,7 +228,7 @@ def _stacks(ranks: Sequence[Replica]) -> str:
 
 
 def _stack(rank: Replica) -> str:
-    """Where its main thread is."""
+    """The stack of the main thread of a rank, or the end of its log."""
     try:
         return f"-- {rank.settings.who} was at:\n{rank.ask('where', limit=STACK_LIMIT)['stack']}"
     except (Died, SaccadeError) as error:
