@@ -1,5 +1,5 @@
-"""What vLLM and SGLang have in common: engines that load a model folder themselves, take the
-trainer's weights by name, and free their memory between rollouts.
+"""The base of the vLLM and SGLang engines, which load a model folder themselves, take the trainer's
+weights by name, and free their memory between rollouts.
 """
 
 from abc import abstractmethod
@@ -19,18 +19,18 @@ from saccade.plugins.engines.weights import HandOver, folder_files, folder_shape
 from saccade.plugins.families.squares import ALLOWED
 from saccade.types import Completion, Message, Request, Sampling
 
-TAKEN = ("image", "video")  # kinds of media
-SIZES = ((60, 50), (140, 70))  # of pictures in a prompt that is read when an engine starts
+TAKEN = ("image", "video")  # kinds of media that these engines accept
+SIZES = ((60, 50), (140, 70))  # (height, width) of the pictures in a test prompt when an engine starts
 
 
 class CopyEngine(Engine):
     name: str
-    sleeps: bool  # gives memory back between rollouts
-    keeps_keys = False  # as capabilities say it
-    renamed: Callable[[str], str]  # what names of one tensor have in common; empty: it is ignored
+    sleeps: bool  # frees memory between rollouts
+    keeps_keys = False  # see `Capabilities`
+    renamed: Callable[[str], str]  # maps all names of a tensor to one; empty: the engine ignores it
 
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
-        """`beside_trainer`: the source of weights stays readable, so that sleep may forget them."""
+        """`beside_trainer`: the trainer's weights stay readable, so that `sleep` may drop the copy."""
         self.settings, self.family, self.version = settings, family, 0
         self.longest = min(settings.max_length, family.max_positions)
         self._shapes = folder_shapes(settings.folder)  # a folder without weights is refused at once
@@ -39,26 +39,26 @@ class CopyEngine(Engine):
         files = folder_files(Path(settings.folder)) if constant else ()
         self._constant = [(name, tensor) for f in files for name, tensor in load_file(f).items() if name in constant]
         self._beside = beside_trainer
-        self._running: dict[str, tuple[Request, str, int]] = {}  # with the engine's name of it, and its version
+        self._running: dict[str, tuple[Request, str, int]] = {}  # with the engine's id for it, and its version
         self._source: WeightSource | None = None
-        self._handed_over: int | None = None  # the version that came last
+        self._handed_over: int | None = None  # the version of the last complete update
         self._asleep: set[str] = set()
         self._unusable = ""
 
-    # -- what a subclass says --
+    # -- implemented by subclasses --
 
     @abstractmethod
     def _start(self, request: Request) -> str:
-        """Begin a request. Returns the engine's name of it."""
+        """Start a request. Returns the engine's id for it."""
 
     @abstractmethod
     def _load(self, hand_over: HandOver, version: int) -> str:
-        """Write weights and forget what was computed with others. Returns what went wrong."""
+        """Load weights and drop what was cached under others. Returns what went wrong, or an empty string."""
 
     @abstractmethod
     def _free(self, *, weights: bool) -> set[str]:
-        """Free memory, that of the weights only if they will be handed over again. Returns the
-        parts to `_take_back`.
+        """Free memory; `weights`: also that of the weights, because they will be loaded again. Returns
+        the parts to `_take_back`.
         """
 
     @abstractmethod
@@ -81,8 +81,8 @@ class CopyEngine(Engine):
     def _completion(
         self, key: str, ids: Sequence[int], logprobs: Sequence[float], finish: Any, version: int
     ) -> Completion:
-        """When the engine began with a request is not known: each token counts as one of the weights that it was
-        submitted under.
+        """Every token gets the version of the weights at submission, because it is not known when the engine began with
+        the request.
         """
         found = np.array(logprobs, dtype=np.float32)
         if self.settings.finite:
@@ -120,13 +120,13 @@ class CopyEngine(Engine):
     # -- memory --
 
     def sleep(self) -> None:
-        """Drop weights that a trainer can hand over again; else keep them."""
+        """Free memory. The weights are dropped if the trainer can provide them again, else they are kept."""
         assert not self._running, "sleep while sequences are running"
         if self.sleeps and not self._asleep:
             self._asleep = self._free(weights=self._source is not None)
 
     def wake(self) -> None:
-        """Weights, hand-over, cache: in this order there is room for each."""
+        """Take memory back in the order weights, weight update, cache: so there is room for each."""
         if "weights" in self._asleep:
             self._rouse("weights")
             if self._source is not None:
@@ -147,7 +147,7 @@ def require_finite(logprobs: np.ndarray) -> None:
 
 
 def collapsed(request: Request, family: Family) -> list[int]:
-    """Ids with one placeholder per medium, as a chat template shows it, for an engine that expands it again."""
+    """Prompt ids with one placeholder per medium, as a chat template renders it; the engine expands it again."""
     ids, around = request.ids.copy(), int(family.chat.brackets is not None)
     keep = np.ones(len(ids), dtype=bool)
     for span in request.media:
@@ -162,9 +162,9 @@ def collapsed(request: Request, family: Family) -> list[int]:
 
 
 def shown_by(request: Request, family: Family) -> dict[str, Any]:
-    """Settings of the model's processor with which it cuts the images of a request as they are cut here. Images that
-    are seen in one piece are sent at that size instead, and not resized again beside a video: some processors have a
-    limit for the pixels of all its frames.
+    """Settings with which the engine's processor cuts the images of a request as they are cut here. If the model sees
+    an image in one piece, it is sent resized instead; beside a video, resizing is then off, because some processors
+    limit the pixels of all frames together.
     """
     if family.spec.whole:
         return {"do_resize": False} if any(span.media.kind == "video" for span in request.media) else {}
@@ -177,7 +177,7 @@ def shown_by(request: Request, family: Family) -> dict[str, Any]:
 
 
 def two_pictures(family: Family, longest: int, most: int) -> Request | None:
-    """A short prompt with pictures of different sizes, if there is room for it and such a family sees."""
+    """A short prompt with up to `most` pictures of different sizes; None if it is too long or the family takes none."""
     pictures = [open_media(np.full((height, width, 3), 127, np.uint8)) for width, height in SIZES[:most]]
     if family.spec.image_token is None or not pictures:
         return None
@@ -190,8 +190,8 @@ def two_pictures(family: Family, longest: int, most: int) -> Request | None:
 def require_same_prompt(
     request: Request, family: Family, engine: str, theirs: Sequence[int] | None, count: int | None
 ) -> None:
-    """Refuse a prompt that an engine reads differently, with the first token that differs; where it tells no ids,
-    another number of them.
+    """Refuse a prompt that the engine tokenizes differently, naming the first token that differs. `theirs`: the
+    engine's ids, None if it does not return them; then only `count`, the number of them, is compared.
     """
     ours, read = request.ids.tolist(), list(request.ids) if theirs is None else list(theirs)
     if read == ours and count == len(ours):

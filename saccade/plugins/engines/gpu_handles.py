@@ -1,10 +1,10 @@
-"""Weights on a GPU, for another process of this machine that sees the same GPU: it reads the trainer's tensors where
-they are (CUDA IPC), and nothing is copied on the way.
+"""Share GPU weights with another process of this machine that sees the same GPU: it reads the trainer's tensors in
+place (CUDA IPC), without a copy.
 
-    handle = describe(parameter)    # here
-    tensor = opened_tensor(handle)  # there; None if it cannot be opened
+    handle = describe(parameter)    # in the trainer
+    tensor = opened_tensor(handle)  # in the other process; None if it cannot be opened
 
-Each is described and opened once: torch counts who has a tensor open, and memory that is not freed can be read again.
+Handles and opened tensors are cached: torch counts open handles, and memory that is not freed can be read again.
 """
 
 import json
@@ -19,7 +19,7 @@ _described: dict[tuple[Any, ...], str] = {}  # by address and shape
 
 
 def describe(tensor: Tensor) -> str:
-    """How another process opens it, as long as it lies where it does."""
+    """A handle for another process to open the tensor, valid as long as the tensor keeps its address."""
     key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
     if key not in _described:
         _, (_, size, stride, offset, _, dtype, device, handle, *sizes, _, counter, counted, event, waits) = (
@@ -33,7 +33,7 @@ def describe(tensor: Tensor) -> str:
 
 @cache
 def opened_tensor(described: str) -> Tensor | None:
-    """The tensor of another process; None where its GPU is not seen, or its memory cannot be opened."""
+    """The tensor of another process; None if this process does not see its GPU or cannot open its memory."""
     gpu, size, stride, offset, dtype, sizes, counted, waits, hidden = json.loads(described)
     device = next((index for index in range(torch.cuda.device_count()) if _gpu(index) == gpu), None)
     if device is None:

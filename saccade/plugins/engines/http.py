@@ -1,8 +1,8 @@
-"""An engine that asks an endpoint over HTTP: for evaluation, for generating, never for training.
+"""An engine that calls an HTTP endpoint: for evaluation and `generate`, never for training.
 
-It gives no log-probs and takes no weights; `concurrency` threads ask. Where the endpoint refuses a
-request, or stays away after all retries, that is an error of this request: the caller of `poll` decides
-whether to go on without it.
+It returns no log-probs and takes no weights; `concurrency` threads send requests. If the endpoint refuses
+a request, or does not answer after all retries, `poll` raises an error for this request, and its caller
+decides whether to go on without it.
 
     engine = HttpEngine(ChatClient(config.rollout.http), endpoint_family(config.rollout.http.url))
 """
@@ -20,7 +20,7 @@ from saccade.models.families import Family
 from saccade.plugins.judges.http_client.chat_client import Answer, ChatClient
 from saccade.types import Completion, Request
 
-SEED_BITS = 31  # what every server takes
+SEED_BITS = 31  # of a seed that every server accepts
 GLANCE = 0.05  # seconds that poll waits for an answer
 
 
@@ -42,7 +42,7 @@ class HttpEngine(Engine):
         return self.client.model
 
     def expenses(self) -> str:
-        """What was asked and what that cost."""
+        """The numbers of requests, cached answers and tokens, and their cost, as text."""
         return self.client.expenses()
 
     # -- the protocol --
@@ -53,7 +53,7 @@ class HttpEngine(Engine):
         self._open[request.key] = self._threads.submit(self.client.ask, request.messages, request.sampling, seed)
 
     def poll(self) -> list[Completion]:
-        """Raises what became of a request instead of an answer; others come with the next call."""
+        """Raises the error of a request that failed; the next call returns the others."""
         if self._open and not self._done:
             wait(self._open.values(), timeout=GLANCE, return_when=FIRST_COMPLETED)
         for key in [key for key, asked in self._open.items() if asked.done()]:
@@ -86,7 +86,7 @@ class HttpEngine(Engine):
         return Capabilities(logprobs=False)
 
     def close(self) -> None:
-        """Sends nothing more, but waits for answers under way: they are paid for and are cached."""
+        """Send nothing more, but wait for answers in flight: they are paid for and will be cached."""
         self._open.clear()
         self.client.stop()
         self._threads.shutdown(cancel_futures=True)

@@ -1,8 +1,8 @@
-"""What stands for a model family when an endpoint answers: its tokenizer and weights are not here.
+"""A stand-in for the model family of an HTTP endpoint, whose tokenizer and weights are not here.
 
-A prompt travels as messages, so all that is rendered of it is a place for each image. A response is
-one id for its whole text and empty ids up to the number of tokens that the endpoint counted: every
-length is one of tokens, and `decode` gives the text back.
+A prompt is sent as messages, so rendering yields only one placeholder id per image. A response is one
+id for its whole text, padded with empty ids to the number of tokens that the endpoint counted: lengths
+are in tokens, and `decode` returns the text.
 
     family = endpoint_family("http://127.0.0.1:8000/v1")
     family.decode(family.chat.tokenizer.record("It is 4.", tokens=5))
@@ -19,12 +19,12 @@ from saccade.models.chat import Chat, Grid
 from saccade.models.families import Family, FamilySpec
 from saccade.types import Media
 
-MARK = "\ufffc"  # where an image stands
-NOTHING = 0  # the id of a mark, and of a token whose text another one carries
+MARK = "\ufffc"  # placeholder of an image
+NOTHING = 0  # the id of a placeholder, and of padding
 
 
 class Texts:
-    """In the place of a tokenizer: remembers texts under ids."""
+    """Stands in for a tokenizer: stores whole texts under ids."""
 
     def __init__(self) -> None:
         self._known = [""]
@@ -58,7 +58,7 @@ def _measure(media: Media) -> tuple[Grid, int]:
 
 
 def endpoint_family(url: str) -> Family:
-    """It sets no limit to prompts: the endpoint has one."""
+    """A stand-in family without a limit on prompts: the endpoint has its own."""
     chat = Chat(
         tokenizer=Texts(),
         template="",

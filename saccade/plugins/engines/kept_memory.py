@@ -1,9 +1,9 @@
-"""Memory for weights that other processes read: files without a name, mapped on both sides and kept for the next copy,
-because to get memory from the system takes longer than to fill it. Where a process has a GPU it is pinned, so that
+"""Shared memory for weights that other processes read: files without a name, mapped on both sides and reused for the
+next copy, because allocating memory takes longer than filling it. In a process that uses CUDA it is pinned, so that
 copies run at the speed of the bus. Nothing is left when the processes have ended, however they end.
 
-    with room(size) as (path, held): ...    # here: bytes to write to
-    held_at(path)                           # there: the same bytes
+    with room(size) as (path, held): ...    # in one process: bytes to write to
+    held_at(path)                           # in another: the same bytes
 """
 
 import logging
@@ -28,7 +28,7 @@ class _Room(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    number: int  # of the file: a path may come to mean another one
+    number: int  # inode of the file: another file may get the same path
     held: Tensor
     pinned: bool
 
@@ -39,7 +39,7 @@ _seen: dict[str, _Seen] = {}  # by path
 
 @contextmanager
 def room(size: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield where others find so many bytes, and the bytes. After the block they may become those of another copy."""
+    """Yield the path and the memory of `size` bytes. After the block they may be reused for another copy."""
     mine = _spare[size].pop() if _spare[size] else _new_room(size)
     try:
         yield mine.path, mine.held
@@ -52,14 +52,14 @@ def _new_room(size: int) -> _Room:
         file: Any = os.fdopen(os.memfd_create("saccade-weights"), "w+b")
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
     else:
-        file = tempfile.NamedTemporaryFile(prefix="saccade-weights-")  # noqa: SIM115 (it is kept)
+        file = tempfile.NamedTemporaryFile(prefix="saccade-weights-")  # noqa: SIM115 (it stays open)
         path = file.name
     file.truncate(size)
     return _Room(file, path, _mapped(file)[0])
 
 
 def held_at(path: str) -> Tensor:
-    """The bytes of a room, in any process of the machine. Rooms of processes that have ended are given back."""
+    """The bytes at the path of a `room`, in any process of the machine. Releases those of processes that have ended."""
     with open(path, "r+b") as file:
         number = os.fstat(file.fileno()).st_ino
         if path not in _seen or _seen[path].number != number:
@@ -79,6 +79,6 @@ def _mapped(file: Any) -> tuple[Tensor, bool]:
     refused = int(torch.cuda.cudart().cudaHostRegister(held.data_ptr(), held.nbytes, 1))  # for all GPUs
     if refused:
         log.warning(f"{held.nbytes} bytes for weights cannot be pinned (CUDA error {refused}): copies take longer")
-        with suppress(RuntimeError):  # CUDA tells its last error once more, to whoever launches a kernel
+        with suppress(RuntimeError):  # consumes CUDA's last error, which the next kernel launch would raise
             torch.ones(1, device="cuda")
     return held, not refused

@@ -1,9 +1,9 @@
-"""Check before step 1 that the trainer and an engine with a copy of its weights have one policy.
+"""Check before step 1 that the trainer and an engine with a copy of its weights have the same policy.
 
-An engine only samples, so every check is a comparison of scores: the trainer scores what the engine
+An engine only samples, so every check is a comparison of log-probs: the trainer scores what the engine
 sampled, under the expected conditions and under conditions that would explain a gap (older weights,
-another image, another temperature). The one that fits names the cause. The weights are left as they
-were.
+another image, another temperature). The condition that fits names the cause. The weights are restored
+afterwards.
 
     compare(config, engine, policy, samples, version=0).metrics()
     probe(engine, policy, samples, sampling=Sampling(), limit=1e-4, version=0)
@@ -28,11 +28,11 @@ from saccade.trainer.local import LocalBackend
 from saccade.types import Completion, Group, Media, Rendered, Request, Sample, Sampling, Source, Trajectory
 
 PROMPTS, NEW_TOKENS = 2, 16
-LOOKED_AT = 256  # rows among which prompts with images are searched
-LIMITS = {"float32": 1e-4, "bfloat16": 0.05}  # mean |gap| by the type that computes
-NOTHING = 1e-6  # a smaller change is none
+LOOKED_AT = 256  # rows that are searched for prompts with images
+LIMITS = {"float32": 1e-4, "bfloat16": 0.05}  # largest mean |gap|, by the dtype that computes
+NOTHING = 1e-6  # smaller changes count as none
 NO_STEP = -1  # a version that training never has: what is cached under it is never read again
-ANOTHER, UNSEEN = 0xFF, 0x55  # the bits of every pixel that are turned over
+ANOTHER, UNSEEN = 0xFF, 0x55  # the bits of every pixel that are flipped
 
 STALE = "its encoder or prefix cache is stale: it reuses what it computed from the {} under older weights"
 NO_CACHE = "switch those caches off with rollout.engine_args, or use rollout.engine=embedded"
@@ -47,12 +47,12 @@ SCORING = (  # what an engine may leave out: (cause, temperature, ban)
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """Mean absolute differences of log-probs, of the prompt where they are largest."""
+    """Mean absolute differences of log-probs, each for the prompt where it is largest."""
 
     gap: float  # between engine and trainer
-    restored: float  # the same after weights have gone over and back
-    by_weight: float  # what one changed weight moves
-    by_picture: float | None  # what another image moves; None without images
+    restored: float  # the same after weights were changed and restored
+    by_weight: float  # between the trainer with and without one changed weight
+    by_picture: float | None  # between the trainer with the image and with another one; None without images
     limit: float
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Parity:
 
 
 def compare(config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int) -> Parity:
-    """Return the gaps; one that is too large stops the run."""
+    """Return the gaps; raises if one is too large."""
     return probe(
         engine,
         policy,
@@ -88,7 +88,7 @@ def probe(
     copies: int = 1,
 ) -> Parity:
     """Return the gaps, or raise with the cause of one that is too large. `version`: of the weights
-    that both have now; `copies`: how often each prompt is asked, once of every replica.
+    that both have now; `copies`: how often each prompt is sent, once to every replica.
     """
     pictures_first = sorted(samples[:LOOKED_AT], key=lambda sample: not sample.media)
     chosen = [*islice((sample for sample in pictures_first if decode_error(sample) is None), PROMPTS)]
@@ -123,7 +123,7 @@ class _Bench:
     replicas: int
 
     def ask(self, prompts: Sequence[Rendered]) -> list[Trajectory]:
-        """Return what the engine samples, with log-probs; the n-th always has the same noise."""
+        """Return the engine's samples with log-probs; the n-th prompt always has the same sampling noise."""
         requests = []
         for n, prompt in enumerate(prompts):
             request = Request(key=f"parity/{n}", ids=prompt.ids, media=prompt.media, sampling=self.sampling)
@@ -131,7 +131,7 @@ class _Bench:
         return list(map(trajectory, requests, generate(self.engine, requests)))
 
     def score(self, answers: Sequence[Trajectory], scoring: Scoring | None = None) -> list[np.ndarray]:
-        """The trainer's log-probs of what the engine sampled, one by one."""
+        """The trainer's log-probs of what the engine sampled, each answer in a batch of its own."""
         sample, batches = Sample(id="parity", messages=()), []
         for answer in answers:
             group = Group(sample=sample, trajectories=(answer,))
@@ -144,7 +144,7 @@ class _Bench:
         return _apart(engine, self.score(answers, scoring))
 
     def judge_sight(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> None:
-        """An engine that answers the same for every image has not seen it."""
+        """Refuse an engine whose answers do not depend on the image."""
         for one, other in zip(answers, others, strict=False):
             same = np.array_equal(one.ids, other.ids)
             moved = not same or np.nanmax(np.abs(one.logprobs - other.logprobs)) > NOTHING
@@ -165,7 +165,7 @@ class _Bench:
         require(False, cause, facts, fix)
 
     def judge_picture(self, answers: Sequence[Trajectory], others: Sequence[Trajectory]) -> float:
-        """Another image moves both, the engine as far as the trainer."""
+        """Require that another image changes the log-probs of engine and trainer alike."""
         before = [replace(other, media=one.media) for one, other in zip(answers, others, strict=False)]
         gap, kept = self.gap(others), self.gap(before)
         moved = _apart(self.score(others), self.score(before))
@@ -178,8 +178,8 @@ class _Bench:
         return moved
 
     def judge_weight(self, prompts: Sequence[Rendered], tower: str, version: int) -> float:
-        """One changed weight moves both, the engine as far as the trainer, on prompts that it has
-        seen.
+        """Require that one changed weight changes the log-probs of engine and trainer alike, on prompts
+        that the engine has seen.
         """
         with self.policy.changed(tower) as name:
             self.engine.update_weights(self.policy, version=NO_STEP)
@@ -222,7 +222,7 @@ def trajectory(request: Request, answer: Completion) -> Trajectory:
 
 
 def _apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    """NaN where a log-prob is missing: within no limit."""
+    """The largest mean absolute difference; NaN, which exceeds every limit, if a log-prob is missing."""
     return float(np.max([np.abs(a - b).mean() for a, b in zip(one, other, strict=True)]))
 
 
@@ -238,7 +238,7 @@ def _with_pictures(prompt: Rendered, bits: int) -> Rendered:
 
 
 def _unseen(prompt: Rendered) -> Rendered:
-    """A prompt that shares nothing with what an engine may have cached of this one."""
+    """A prompt like this one that shares nothing with what an engine may have cached of it."""
     if prompt.media:
         return _with_pictures(prompt, UNSEEN)
     return Rendered(ids=prompt.ids[1:], sources=prompt.sources[1:])

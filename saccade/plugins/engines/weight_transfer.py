@@ -1,8 +1,8 @@
-"""Weights for engines on other machines: pieces in the memory of the trainer, which whoever knows their token may read
-over the network, several at a time.
+"""Weights for engines on other machines: pieces in the trainer's memory, which clients with the token can read over
+the network, several at a time.
 
-    with served(paths) as offer: ...                    # where the weights are
-    with opened(offer, "node-1") as paths: ...          # where an engine is, of a run whose controller is on node-1
+    with served(paths) as offer: ...                    # in the trainer
+    with opened(offer, "node-1") as paths: ...          # in an engine; the run's controller is on node-1
 """
 
 import hmac
@@ -18,14 +18,14 @@ from saccade.plugins.engines.kept_memory import room
 from saccade.plugins.ranks.connections import accepting
 from saccade.plugins.ranks.machines import host_name
 
-STREAMS = 4  # connections at a time: one alone fills no fast network
-LIMIT = 60.0  # seconds in which nothing moves
-TOKEN, NUMBER = 32, 8  # characters of a question: who asks, and for which piece
+STREAMS = 4  # parallel connections: one alone does not saturate a fast network
+LIMIT = 60.0  # seconds without any data
+TOKEN, NUMBER = 32, 8  # characters of a request: the token, and the number of the piece
 
 
 @contextmanager
 def served(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield how to get these files from another machine, as long as the block."""
+    """Serve these files while the block runs. Yields what another machine needs to get them (see `opened`)."""
     token = secrets.token_hex(TOKEN // 2)
     with accepting(0, lambda link, address: _give(link, paths, token)) as port:
         sizes = [os.stat(path).st_size for path in paths]
@@ -33,7 +33,7 @@ def served(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _give(link: socket.socket, paths: Sequence[str], token: str) -> None:
-    with link, suppress(OSError, ValueError):  # strangers may send anything
+    with link, suppress(OSError, ValueError):  # other clients may send anything
         link.settimeout(LIMIT)
         asked = link.makefile("rb").read(TOKEN + NUMBER)
         if hmac.compare_digest(asked[:TOKEN], token.encode()):
@@ -43,7 +43,7 @@ def _give(link: socket.socket, paths: Sequence[str], token: str) -> None:
 
 @contextmanager
 def opened(offer: Mapping[str, Any], controller: str | None = None) -> Iterator[Sequence[str]]:
-    """Yield paths of the pieces: those of the giver on its own machine, else those of a copy."""
+    """Yield paths of the pieces: the trainer's own files on its machine, else those of a copy."""
     if _is_here(offer):
         yield offer["paths"]
         return
@@ -55,7 +55,7 @@ def opened(offer: Mapping[str, Any], controller: str | None = None) -> Iterator[
 
 
 def _is_here(offer: Mapping[str, Any]) -> bool:
-    """The same name elsewhere, or in another container, may be another file."""
+    """Whether the files are on this machine: compares host and sizes, because a container may have others there."""
     if "port" not in offer:
         return True
     if offer["host"] != host_name():

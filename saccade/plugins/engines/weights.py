@@ -1,12 +1,12 @@
-"""Weights on their way from the trainer to an engine: pieces in files, checksums, and the names of
+"""Transfer weights from the trainer to an engine: pieces in files, checksums, and the tensor names of
 a model folder.
 
-For other processes they are written once, as safetensors in pieces of about PIECE bytes, into memory
-that is kept for the next time (kept_memory.py). Embedded engines that see the trainer's GPU read its own
-tensors instead.
+For other processes weights are written once, as safetensors in pieces of about PIECE bytes, into shared
+memory that is reused for the next update (kept_memory.py). Embedded engines that see the trainer's GPU read
+its own tensors instead.
 
-    with shared(backend, turn=version) as (offer, checksums): ...     # here
-    load_by_name(model, Mapped(offer["paths"]))                       # there
+    with shared(backend, turn=version) as (offer, checksums): ...     # in the trainer
+    load_by_name(model, Mapped(offer["paths"]))                       # in the engine's process
 """
 
 import json
@@ -30,8 +30,8 @@ from saccade.plugins.engines.kept_memory import held_at, room
 
 PIECE = 256 << 20
 SAMPLED = 16  # every 16th tensor is compared, others at the next turn
-WORD = 8  # bytes that a checksum takes together
-CHUNK = 1 << 16  # words of a checksum at a time, in the cache of a CPU; on a GPU 64 times as many
+WORD = 8  # bytes per word of a checksum
+CHUNK = 1 << 16  # words summed at a time, to fit into a CPU cache; on a GPU 64 times as many
 NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
@@ -40,8 +40,8 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 def shared(
     source: WeightSource, *, turn: int, direct: bool = False
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, int]]]:
-    """Yield where a copy is, as long as the block, for processes of this machine, and checksums of some
-    of the trainer's tensors; another `turn` compares others. `direct`: parameters on a GPU are not copied.
+    """Share the weights with processes of this machine while the block runs. Yields where they are, and checksums
+    of some tensors, of others at another `turn`. `direct`: GPU parameters are shared by handle, not copied.
     """
     checksums: dict[str, int] = {}
     handles: dict[str, str] = {}
@@ -50,7 +50,7 @@ def shared(
         for index, (name, tensor) in enumerate(source.weights()):
             if index % SAMPLED == turn % SAMPLED:
                 checksums[name] = checksum(tensor)
-            if direct and tensor.is_cuda and isinstance(tensor, nn.Parameter):  # others are made for this
+            if direct and tensor.is_cuda and isinstance(tensor, nn.Parameter):  # other tensors are temporary
                 handles[name] = describe(tensor)
             else:
                 yield name, tensor
@@ -63,7 +63,7 @@ def shared(
 
 @contextmanager
 def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]]:
-    """Yield paths of pieces that are as they are as long as the block."""
+    """Copy weights to shared memory. Yields the paths of the pieces, which stay unchanged while the block runs."""
     with ExitStack() as stack:
         paths = []
         for piece in pieces(weights):
@@ -79,7 +79,7 @@ def in_memory(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, ...]
 
 
 def in_folder(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write pieces with names, for an engine that reads model folders only."""
+    """Write weights as files of a model folder, for an engine that reads nothing else."""
     for number, piece in enumerate(pieces(weights)):
         head, order, _ = _arranged(piece)
         with (folder / f"model-{number:05}.safetensors").open("wb") as file:
@@ -102,10 +102,10 @@ def pieces(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]
 
 
 def _arranged(tensors: Mapping[str, Tensor]) -> tuple[bytearray, list[Tensor], int]:
-    """How safetensors begin, the tensors in the order in which they follow, and the bytes of all."""
+    """The header of a safetensors file, the tensors in the order of the file, and its size in bytes."""
     header: dict[str, Any] = {}
     size = 0
-    # Wide types first: each tensor then lies at a multiple of its width.
+    # Wide types first, so that each tensor is aligned to the size of its elements.
     order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     for name, tensor in order:
         shape, end = list(tensor.shape), size + tensor.nbytes
@@ -117,10 +117,10 @@ def _arranged(tensors: Mapping[str, Tensor]) -> tuple[bytearray, list[Tensor], i
 
 
 def checksum(tensor: Tensor) -> int:
-    """A checksum of the bytes and their places, the same on every device."""
+    """A checksum of the bytes and their positions, the same on every device."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if data.storage_offset() % WORD or len(data) % WORD:
-        data = nn.functional.pad(data, (0, -len(data) % WORD))  # a copy, also where there is nothing to add
+        data = nn.functional.pad(data, (0, -len(data) % WORD))  # always a copy, which is aligned
     words = data.view(torch.int64)
     step = min(CHUNK << 6 if words.is_cuda else CHUNK, max(1, len(words)))
     odd = torch.arange(1, 2 * step, 2, device=words.device)
@@ -133,7 +133,7 @@ def checksum(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Mapped:
-    """The shared copy as a source of weights, and tensors of the trainer: read them before the copy is given back."""
+    """A source of weights over the shared copy and the trainer's GPU tensors, valid while the copy is shared."""
 
     paths: Sequence[str]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
@@ -171,8 +171,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 class HandOver:
     """One pass of weights into an engine that has loaded a folder, under the names of that folder:
-    iterate over it, then ask for its `drift`. `renamed` gives what names of one tensor have in
-    common; empty: the engine ignores it.
+    iterate over it, then check its `drift`. `renamed` maps all names of a tensor to one; empty: the
+    engine ignores it.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]], shapes: Shapes, renamed: Callable[[str], str]) -> None:
@@ -189,7 +189,7 @@ class HandOver:
                 self.unexpected.append(f"{name} {list(weight.shape)}")
 
     def drift(self) -> str:
-        """Names and shapes that differ; empty if none do. Some folders hold a tied head twice."""
+        """Names and shapes that differ; empty if none do. A missing head is no drift: some folders store a tied one."""
         missing = [f"{name} {list(self.shapes[name])}" for name in self.left.values() if name != "lm_head.weight"]
         if not missing and not self.unexpected:
             return ""
@@ -200,9 +200,9 @@ class HandOver:
 def stored_form(
     folder: str, auto_class: str, names: Iterable[str], *, trust_remote_code: bool = False
 ) -> tuple[Callable[[Iterable[tuple[str, Tensor]]], Iterator[tuple[str, Tensor]]], set[str]]:
-    """How a folder with tensors of these names holds the weights of a trainer: under other names, and some in parts,
-    as those of all experts of a layer. What transformers did to load them is done backwards. Also the names of its
-    tensors that are no weights.
+    """Returns a function that converts the trainer's weights to the form of a folder with tensors of these names
+    (renamed, or split, such as the experts of a layer) by reverting what transformers did to load them; and the names
+    of the folder's tensors that are buffers, not weights.
     """
     import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -231,7 +231,7 @@ def stored_form(
             waiting.setdefault(whole, {})[name] = weight.detach()
             if len(waiting[whole]) >= together[whole]:
                 yield from revert_weight_conversion(model, waiting.pop(whole)).items()
-        for parts in waiting.values():  # some of them are missing, which who compares names will tell
+        for parts in waiting.values():  # incomplete: the comparison of names will report the missing ones
             yield from parts.items()
 
     return stored, constant
@@ -252,7 +252,7 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
 
 
 def folder_files(folder: Path) -> list[Path]:
-    """The files that are loaded: adapters or other copies of the weights may lie beside them."""
+    """The files that are loaded; the folder may also hold adapters or other copies of the weights."""
     if named := described(folder, INDEX).get("weight_map"):
         return [folder / name for name in sorted(set(named.values()))]
     return [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))

@@ -1,3 +1,3 @@
-"""Engines in separate processes: `replica` is one of them, `replica_pool` several behind one
-queue, `replica_process` what runs there.
+"""Engines in separate processes: `replica` controls one of them, `replica_pool` several behind one
+queue; `replica_process` is what runs there.
 """

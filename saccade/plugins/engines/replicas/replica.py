@@ -1,7 +1,7 @@
 """An engine in a separate process.
 
-A thread starts the process, takes what it sends, and sees when it dies; all else is asked for by
-the caller's thread. Orders are sent together, by `flush`.
+A background thread starts the process, receives what it sends, and notices when it dies; everything
+else runs in the caller's thread. Orders are sent together, by `flush`.
 
     replica = Replica(settings, log=path, events=queue.SimpleQueue())
     replica.unsent.append(("submit", request))
@@ -29,11 +29,11 @@ from saccade.types import Completion, Request
 
 START_LIMIT = 1800.0  # seconds: a large model is read and its kernels are compiled
 REPORT_EVERY = 1.0  # seconds between two signs of life
-ANSWER_LIMIT = 60.0  # seconds to read what it is sent
-STEP_LIMIT = 1800.0  # seconds of one step of the engine, a first one with kernels to compile too
-GRACE = 10.0  # seconds to end in good order
+ANSWER_LIMIT = 60.0  # seconds for the process to read what it is sent
+STEP_LIMIT = 1800.0  # seconds of one step of the engine, including the first, which may compile kernels
+GRACE = 10.0  # seconds for a clean shutdown
 LARGEST_BATCH = 256  # requests that are sent together
-KEPT_FILES = 1 << 30  # bytes of media in the memory of the process
+KEPT_FILES = 1 << 30  # bytes of media files that the process caches
 SHOWN_LINES = 20  # of a log, in an error
 
 READY = "ready"
@@ -41,16 +41,16 @@ Events = queue.SimpleQueue[tuple["Replica", "str | tuple[Completion, ...] | Exce
 
 
 class Died(Exception):
-    """The process is gone, or as good as gone; the message says how that showed."""
+    """The process has ended or does not respond; the message says how that was noticed."""
 
 
 class Replica:
-    """`events`, shared by several, tell when this one is ready, what has finished and why it ended.
-    It is ready after the event READY.
+    """An engine in a separate process. `events`, a queue that several replicas share, receives READY
+    once it has started, then completions, and the error if it ends.
     """
 
     module = "saccade.plugins.engines.replicas.replica_process"
-    silence_limit = 60.0  # seconds beyond a report without the next one, then the process counts as dead
+    silence_limit = 60.0  # seconds that a report may be late before the process counts as dead
 
     def __init__(
         self,
@@ -62,20 +62,20 @@ class Replica:
         beside_trainer: bool = True,
         place: Callable[["Replica"], Any] | None = None,
     ) -> None:
-        """`place` starts the process elsewhere, and returns the link to it."""
+        """`place` starts the process elsewhere and returns the link to it."""
         self.settings, self.log, self.events = settings, log, events
         self.environment, self.beside_trainer, self.place = environment, beside_trainer, place
-        self.direct = getattr(settings, "engine", None) == "embedded"  # reads tensors of the trainer, on a GPU
+        self.direct = getattr(settings, "engine", None) == "embedded"  # reads the trainer's GPU tensors in place
         self.child: Any = None  # a Child, or the link to a process that was started elsewhere
         self.unsent: list[tuple[str, Any]] = []  # submit, abort or release with its argument, in order
-        self._files: dict[str, int] = {}  # hash → bytes of what the process has, oldest first
+        self._files: dict[str, int] = {}  # hash → bytes of the media files that the process has, oldest first
         self._numbers = itertools.count()
         self._answers: dict[int, Future[Block]] = {}
         self._ready = self._closing = False
         self._death: Exception | None = None
         threading.Thread(target=self._keep, name=f"engine {log.stem}", daemon=True).start()
 
-    # -- for the thread that keeps the process --
+    # -- in the background thread --
 
     def start(self) -> Any:
         if self.place is not None:
@@ -95,13 +95,13 @@ class Replica:
             self._death = Died(f"{error}{how}")
             self.events.put((self, self._death))
         for answer in list(self._answers.values()):
-            with suppress(Exception):  # it may have come
+            with suppress(Exception):  # the answer may have arrived
                 answer.set_exception(Died(str(self._death)))
         if self.child is not None:
             self.child.close()
 
     def _hear(self, child: Child) -> None:
-        silent = 0.0  # seconds of looks: none pass while this process itself is halted, or busy in one call
+        silent = 0.0  # seconds, counted in looks: time in which this process is halted does not count
         while True:
             before = child.channel.received
             block = child.receive(LOOK_EVERY)
@@ -131,41 +131,41 @@ class Replica:
     # -- for the caller's thread --
 
     def _send(self, row: Mapping[str, Any], arrays: Arrays | None = None) -> None:
-        """Files of media in the `arrays` stay in the process until their memory is wanted."""
+        """Send a row. The process caches media files in `arrays`; the oldest beyond KEPT_FILES bytes are dropped."""
         if self._death is not None or self.child is None:
             raise Died(str(self._death))
         arrays, forget = arrays or {}, []
-        if arrays:  # else no file is new; another thread asks without any
+        if arrays:  # else no file is new; other threads send no arrays, so they never change `_files`
             self._files |= {n.removeprefix(FILES): a.nbytes for n, a in arrays.items() if n.startswith(FILES)}
             while sum(self._files.values()) > KEPT_FILES:
                 forget.append(FILES + (oldest := next(iter(self._files))))
                 del self._files[oldest]
         try:
             self.child.channel.send({**row, "forget": forget}, arrays, seconds=ANSWER_LIMIT)
-        except (OSError, ValueError) as error:  # it does not read, it ended, it was closed
+        except (OSError, ValueError) as error:  # the process does not read or has ended, or the socket is closed
             raise Died(f"{type(error).__name__}: {error}") from error
 
     def ask(self, call: str, *arguments: Any, limit: float = STEP_LIMIT) -> Any:
-        """What the process answers to a call: load, or a method of its engine."""
+        """Make a call and wait for its result. `call`: load, shutdown or a method of the engine."""
         try:
             return self.begin(call, arguments).result(timeout=limit).row["result"]
         except LateAnswer:
             raise Died(f"{call}: timed out after {limit:g} s") from None
 
     def load(self, offer: Mapping[str, Any], checksums: Mapping[str, int], version: int) -> None:
-        """Weights; tensors of the trainer that cannot be opened there are not offered again."""
+        """Load weights. If the trainer's GPU tensors cannot be opened there, they are not offered again."""
         self.direct = self.ask("load", offer, checksums, version) and self.direct
 
     def begin(self, call: str, arguments: Any, arrays: Arrays | None = None) -> Future[Block]:
-        """The answer that will come, with arrays in both directions, as ranks need them."""
+        """Send a call; returns its future answer. Arrays may go both ways, as ranks need."""
         number = next(self._numbers)
         answer = self._answers[number] = Future()
         self._send({"call": call, "arguments": arguments, "id": number}, arrays)
         return answer
 
     def flush(self) -> None:
-        """Send what is in `unsent`. Files of media travel once; texts of prompts do not, as an engine
-        there reads ids.
+        """Send what is in `unsent`. Media files are sent once; prompt texts are not sent, because the
+        engine there reads ids.
         """
         unsent, self.unsent = self.unsent, []
         for start in range(0, len(unsent), LARGEST_BATCH):
@@ -179,7 +179,7 @@ class Replica:
             self._send({"orders": orders}, arrays)
 
     def close(self) -> None:
-        """In good order where that is possible."""
+        """Shut down cleanly if possible, then kill."""
         self._closing = True
         if self._ready and self.child is not None:
             with suppress(Died, SaccadeError, subprocess.TimeoutExpired):
@@ -194,7 +194,7 @@ class Replica:
 
 
 def rebuild_error(described: Mapping[str, str]) -> SaccadeError:
-    """An error of the process as it was there."""
+    """The exception that `describe_error` described in the process."""
     return getattr(errors, described["kind"])(described["message"])
 
 

@@ -1,9 +1,9 @@
 """Several engines in separate processes behind one queue, as one engine.
 
-A request goes to the replica with the least work; requests that begin alike keep together, so that
+A request goes to the replica with the least work; requests with equal prompts stay together, so that
 their prompt is computed once, and a live episode stays where its cache is. A replica that dies is
-started again and given the current weights; what it had not finished is done by others. Results
-are keyed and so is the noise of sampling: nothing is lost or doubled, and in fp32 nothing changes.
+started again and given the current weights; others redo what it had not finished. Results and
+sampling noise are keyed by request: nothing is lost or doubled, and in fp32 nothing changes.
 
     engine = start_replicas(settings, 2, logs=folder)
 """
@@ -27,17 +27,17 @@ from saccade.types import Completion, Request
 
 log = logging.getLogger(__name__)
 
-POLL_WAIT = 0.02  # seconds: the caller has signals and environments to look after
-AHEAD = 16  # requests by which a replica may be ahead of another one to keep equal prompts together
-DEATHS_IN_A_ROW = 3  # of every replica, with nothing finished in between
-ATTEMPTS = 3  # give up on a request after it killed three replicas
+POLL_WAIT = 0.02  # seconds that `poll` may block: the caller also handles signals and environments
+AHEAD = 16  # requests that a replica may have more than another, to keep equal prompts together
+DEATHS_IN_A_ROW = 3  # per replica, with nothing finished in between
+ATTEMPTS = 3  # deaths of replicas that a request may survive; one more ends the run
 
 
 @dataclass(kw_only=True)
 class _Task:
     request: Request
     content: Any
-    engine: Replica | None = None  # where it is; None: nowhere yet
+    engine: Replica | None = None  # that has the task; None: not yet assigned
     attempts: int = 0
     aborted: bool = False
 
@@ -51,8 +51,8 @@ class Replicas(Engine):
         self.version = 0
         self._launchers = launchers
         self._events: Events = queue.SimpleQueue()
-        self._places: dict[Replica, int] = {}  # all that run or start → their launcher
-        self._ready: list[Replica] = []  # without the current weights yet
+        self._places: dict[Replica, int] = {}  # all that run or start → index of the launcher
+        self._ready: list[Replica] = []  # started, but without the current weights
         self._working: list[Replica] = []
         self._tasks: dict[str, _Task] = {}
         self._episodes: dict[str, Replica] = {}
@@ -60,13 +60,13 @@ class Replicas(Engine):
         self._source: WeightSource | None = None
         self._checksums: Mapping[str, int] = {}
         self._deaths = 0  # since something was finished
-        self._most_deaths = 1  # one may have been killed; a process that cannot start will not start the second time
+        self._most_deaths = 1  # while starting: one may have been killed; one that cannot start dies again
         try:
             for place in range(len(launchers)):
                 self._launch(place)
             while len(self._ready) < len(launchers):
                 self._hear(wait=None)
-            # Whatever an engine shares with the model of its process, that is not the trainer's.
+            # An engine may share weights with the model of its process, but that is not the trainer's model.
             placed = {"shares_weights": False, "separate_memory": separate_memory}
             self._capabilities = Capabilities(**self._ready[0].ask("capabilities") | placed)
             self._most_deaths = DEATHS_IN_A_ROW * len(launchers)
@@ -86,7 +86,7 @@ class Replicas(Engine):
 
     def poll(self) -> list[Completion]:
         if not self.pending or any(not task.aborted for task in self._tasks.values()):
-            self._join()  # not while the last are taken back: then weights may be about to change
+            self._join()  # not while all tasks are being aborted: weights may be about to change
         self._hand_out()
         self._hear(wait=0.0 if self._finished else POLL_WAIT)
         finished, self._finished = self._finished, []
@@ -107,13 +107,13 @@ class Replicas(Engine):
     def update_weights(self, source: WeightSource, version: int) -> None:
         self._hear(wait=0.0)
         if source is self._source and version == self.version and self._checksums:
-            self._join()  # all others have these
+            self._join()  # the working replicas have these weights already
             return
         self._source, self.version, self._checksums = source, version, {}
         self._checksums = self._share([*self._working, *self._ready])
 
     def sleep(self) -> None:
-        """A replica with separate memory keeps what it holds."""
+        """Only replicas on the trainer's GPU free memory."""
         beside = [engine for engine in self._working if engine.beside_trainer]
         self._all(beside, lambda engine: engine.ask("sleep"))
 
@@ -132,17 +132,17 @@ class Replicas(Engine):
     # -- weights --
 
     def _share(self, engines: Sequence[Replica]) -> Mapping[str, int]:
-        """One copy of the weights for all of them, or the trainer's tensors for those that can open them; those that
-        were ready work from then on.
+        """Send the current weights: the trainer's tensors to engines that can open them, one shared copy to the others.
+        Then all `_ready` engines are working. Returns checksums of some tensors.
         """
         from saccade.plugins.engines.weights import shared
 
         checksums: Mapping[str, int] = {}
         if self._source is not None:
-            share = getattr(self._source, "shared", partial(shared, self._source))  # by the ranks themselves
+            share = getattr(self._source, "shared", partial(shared, self._source))  # ranks have their own `shared`
             for direct in (True, False):
                 those = [engine for engine in engines if engine.direct == direct and engine in self._places]
-                if those or not (direct or checksums):  # which are those of this version, whoever lives
+                if those or not (direct or checksums):  # checksums of this version are needed even without engines
                     with share(turn=self.version, direct=direct) as (offer, checksums):
                         ask = partial(Replica.load, offer=offer, checksums=checksums, version=self.version)
                         self._all(those, ask)
@@ -151,12 +151,12 @@ class Replicas(Engine):
         return checksums
 
     def _join(self) -> None:
-        """Those that are ready get the weights that the others have."""
+        """Send newly started engines the weights that the others have."""
         if self._ready:
             checksums = self._share(self._ready)
             assert checksums == self._checksums, "weights have moved without update_weights"
 
-    # -- who does what --
+    # -- scheduling --
 
     def _hand_out(self) -> None:
         waiting = [task for task in self._tasks.values() if task.engine is None]
@@ -177,7 +177,7 @@ class Replicas(Engine):
         self._all([engine for engine in self._working if engine.unsent], Replica.flush)
 
     def _choose(self, task: _Task, work: Mapping[Replica, int], home: Replica | None) -> Replica:
-        """`work`: tokens that each may still have to compute; `home`: where this prompt is."""
+        """`work`: tokens that each may still have to compute; `home`: the engine that has this prompt."""
         if task.request.episode in self._episodes:
             return self._episodes[task.request.episode]
         for engine in work:
@@ -191,13 +191,13 @@ class Replicas(Engine):
         del self._tasks[key]
         self._finished.append(nothing_sampled(key))
 
-    # -- life and death --
+    # -- starts and failures --
 
     def _launch(self, place: int) -> None:
         self._places[self._launchers[place](events=self._events)] = place
 
     def _hear(self, *, wait: float | None) -> None:
-        """Wait for an event, then take all that are there."""
+        """Wait for an event, then handle all that have arrived."""
         while True:
             try:
                 engine, event = self._events.get(timeout=wait)
@@ -205,7 +205,7 @@ class Replicas(Engine):
                 return
             wait = 0.0
             if engine not in self._places:
-                continue  # the last words of one that was given up
+                continue  # a late event of an engine that was given up
             if isinstance(event, str):  # READY
                 self._ready.append(engine)
             elif isinstance(event, SaccadeError):
@@ -215,13 +215,13 @@ class Replicas(Engine):
             else:
                 for completion in event:
                     task = self._tasks.get(completion.key)
-                    if task is not None and task.engine is engine:  # else it has been given to another
+                    if task is not None and task.engine is engine:  # else it was assigned to another engine
                         self._finished.append(completion)
                         del self._tasks[task.request.key]
                         self._deaths = 0
 
     def _all(self, engines: Sequence[Replica], call: Callable[[Replica], Any]) -> None:
-        """Ask each, all at once; those that die of it are lost."""
+        """Call all engines in parallel; `_lose` those that die."""
         if not engines:
             return
         with ThreadPoolExecutor(len(engines)) as pool:
@@ -233,7 +233,7 @@ class Replicas(Engine):
                 self._lose(engine, death)
 
     def _lose(self, engine: Replica, death: Exception) -> None:
-        """What it had begun is done by others, and it is started again."""
+        """Start a dead engine again and requeue its tasks; raise if deaths repeat."""
         engine.kill()
         place = self._places.pop(engine)
         for part in (self._ready, self._working):
@@ -258,20 +258,20 @@ class Replicas(Engine):
 
 
 def start_replicas(settings: Settings, count: int, *, logs: Path | None, team: Any = None) -> Replicas:
-    """Return one engine over `count` replicas: where the launcher of a `team` of ranks has places for them, else here,
-    each with separate GPUs where there are enough beside those that train. They log to engine-N.log in `logs`, else in
-    a temporary folder.
+    """Return one engine over `count` replicas. The launcher of a `team` of ranks starts them if it can; else they run
+    on this machine, each with its own GPUs if there are enough besides those that train. They log to engine-N.log in
+    `logs`, else in a temporary folder.
     """
     folder = logs or Path(tempfile.mkdtemp(prefix="saccade-engines-"))
     visible: list[str] = []
     if settings.device.startswith("cuda"):
         visible = visible_gpus(settings.device)
-        settings = replace(settings, device="cuda")  # whichever it sees
+        settings = replace(settings, device="cuda")  # the first one that the replica sees
     places: list[dict[str, Any]]
     if team is not None and team.place is not None:
         places = [{"place": partial(team.place, index), "beside_trainer": False} for index in range(count)]
     else:
-        also = visible[:1] if settings.engine == "embedded" else []  # whose weights they read where they are
+        also = visible[:1] if settings.engine == "embedded" else []  # the trainer's GPU, to read weights in place
         found = placements(count, settings.tensor_parallel, visible, team.size if team else 1, also=also)
         places = [{"environment": environment, "beside_trainer": beside} for environment, beside in found]
     launchers = [partial(Replica, settings, log=folder / f"engine-{n}.log", **place) for n, place in enumerate(places)]
@@ -281,9 +281,9 @@ def start_replicas(settings: Settings, count: int, *, logs: Path | None, team: A
 def placements(
     replicas: int, each: int, visible: Sequence[str], training: int = 1, *, also: Sequence[str] = ()
 ) -> list[tuple[dict[str, str], bool]]:
-    """What every replica sees of the machine, and whether it shares memory with the trainer: `each`
-    separate GPUs where there are enough. Those that are training, the first ones, are the last to be
-    given away. Without GPUs they share the cores. Behind its GPUs each sees those that all see `also`.
+    """Returns for every replica its environment variables, and whether it shares memory with the trainer.
+    It gets `each` GPUs of its own if there are enough; the first `training` ones, which train, are assigned
+    last. Without GPUs replicas share the cores. All see the GPUs in `also`, listed after their own.
     """
     if not visible:
         threads = max(1, (os.cpu_count() or 1) // replicas)
@@ -300,7 +300,7 @@ def placements(
 
 
 def visible_gpus(trainer: str) -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them; that of the device `trainer` first."""
+    """The names of the GPUs as in CUDA_VISIBLE_DEVICES, that of the device `trainer` first."""
     import torch
 
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

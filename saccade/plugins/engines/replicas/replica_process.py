@@ -2,9 +2,9 @@
 
     $ python -m saccade.plugins.engines.replicas.replica_process
 
-The first block holds the settings; the answer says that the engine is there, or why it is not. The
-main thread drives the engine. Others take what the parent sends, also during a long step, and
-report every second that this process lives.
+The first block holds the settings; the answer says that the engine is ready, or why it is not. The
+main thread drives the engine. Other threads receive what the parent sends, also during a long step,
+and report every second that this process is alive.
 """
 
 import queue
@@ -25,18 +25,18 @@ from saccade.types import Request
 
 
 class Worker:
-    """The engine and what it is asked to do."""
+    """Runs the engine and carries out what the parent asks."""
 
     def __init__(self, engine: Engine, channel: Channel, controller: str | None = None) -> None:
-        """`controller`: its machine, where another one has started this process."""
+        """`controller`: its address, if it did not start this process itself."""
         self.engine, self.channel, self.controller = engine, channel, controller
-        self._files: Arrays = {}  # of media, as long as the parent wants
-        self._unusable = ""  # why: it has failed, or its weights may be half those of one version
+        self._files: Arrays = {}  # of media, until the parent says to forget them
+        self._unusable = ""  # the reason: the engine failed, or its weights may be a mix of two versions
         self._ended = False
         self._working_since: float | None = None
 
     def report(self) -> None:
-        """Say every second that this process lives, also during a long step."""
+        """Report every second that this process is alive, also during a long step."""
         while True:
             since = self._working_since
             self.channel.send({"busy_s": 0.0 if since is None else time.monotonic() - since})
@@ -68,7 +68,7 @@ class Worker:
             del self._files[name]
 
     def _attempt(self, order: Callable[..., Any], *arguments: Any) -> None:
-        """Work of the engine, whose time is reported; who makes a call has a limit for it."""
+        """Let the engine work, and report its time as busy. (Calls are not: their callers have time limits.)"""
         self._working_since = time.monotonic()
         try:
             order(*arguments)
@@ -96,12 +96,12 @@ class Worker:
         self.channel.send({**reply, "id": block.row["id"]}, arrays)
 
     def perform(self, block: Block) -> Any:
-        """What is answered to a call."""
+        """The result of a call."""
         call = block.row["call"]
         return getattr(self if call in ("load", "shutdown") else self.engine, call)(*block.row["arguments"])
 
     def load(self, offer: Mapping[str, Any], checksums: Mapping[str, int], version: int) -> bool:
-        """False: tensors of the trainer cannot be opened here."""
+        """Load weights into the engine. False if the trainer's GPU tensors cannot be opened here."""
         from saccade.plugins.engines.gpu_handles import opened_tensor
         from saccade.plugins.engines.weight_transfer import opened
         from saccade.plugins.engines.weights import Mapped, load_by_name, require_checksums
@@ -113,7 +113,7 @@ class Worker:
         self._unusable = "the last update of weights failed: there are none to use"
         with opened(offer, self.controller) as paths:
             source = Mapped(paths, tensors)
-            if engine.capabilities().shares_weights:  # with a model that nobody else writes to
+            if engine.capabilities().shares_weights:  # it samples with `model`, to which nothing else writes
                 load_by_name(engine.model, source)  # type: ignore[attr-defined]
                 require_checksums(engine.model.named_parameters(), checksums)  # type: ignore[attr-defined]
             else:
@@ -127,13 +127,13 @@ class Worker:
 
 
 def describe_error(error: SaccadeError) -> dict[str, str]:
-    """For the parent, which raises the same."""
+    """The error as a row, from which the parent raises it again."""
     ours = (kind for kind in type(error).__mro__ if kind.__module__ == SaccadeError.__module__)
     return {"kind": next(ours).__name__, "message": str(error)}
 
 
 def serve(channel: Channel, controller: str | None = None) -> None:
-    """Do what the parent asks, or the `controller` on another machine, until it ends."""
+    """Do what the parent asks, or the `controller` at that address, until it ends."""
     inbox = listen(channel, tied=controller is None)
     settings = Settings(**inbox.get().row["settings"])
     try:

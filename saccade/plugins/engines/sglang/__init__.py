@@ -1,8 +1,8 @@
 """SGLang, in this process or behind its HTTP server, with a copy of the weights.
 
-Written against the sources of SGLang 0.5.23; docs/engines.md says what of it has run. Images are
-named after the version of the weights: flushing SGLang's cache drops prefixes, but not outputs of
-the vision tower. Kept ids of truncated sampling are not returned.
+Written against the sources of SGLang 0.5.23; docs/engines.md says which parts have been run. Hashes of
+images include the version of the weights, because flushing SGLang's cache drops prefixes, but not
+outputs of the vision tower. The kept ids of truncated sampling are not returned.
 
     engine = SglangEngine(Settings(engine="sglang", folder="my-model", dtype="bfloat16"), family)
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
@@ -37,7 +37,7 @@ class SglangEngine(CopyEngine):
 
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
         super().__init__(settings, family, beside_trainer=beside_trainer)
-        url = settings.args.get("url")  # of a server that runs already
+        url = settings.args.get("url")  # of a running server
         self._sglang: Any = OverHttp(url, settings.args.get("key", "")) if url else InProcess(settings, family)
         self.sleeps = self._sglang.sleeps
         self._encode = lru_cache(maxsize=PICTURES)(self._encoded)
@@ -46,7 +46,7 @@ class SglangEngine(CopyEngine):
             generate(self, [shown])
 
     def _start(self, request: Request) -> str:
-        # SGLang aborts whatever begins with a name, so no name may begin with another.
+        # SGLang aborts all requests whose id begins with the given one, so no id may begin with another.
         name = f"{uuid.uuid4().hex}/{request.key}"
         self._sglang.start(name, body_of(request, self.family, self._encode, self.version))
         return name
@@ -65,7 +65,7 @@ class SglangEngine(CopyEngine):
             self._aborted.discard(key)
             triples = triples_of(request, self.family, answer, aborted=aborted)
             how = answer["meta_info"]["finish_reason"]["type"]
-            finish = "aborted" if how == "abort" else how  # it may have ended before it heard that it should
+            finish = "aborted" if how == "abort" else how  # an aborted request may have finished before
             done.append(self._completion(key, [t[1] for t in triples], [t[0] for t in triples], finish, version))
         return done
 
@@ -94,7 +94,7 @@ class SglangEngine(CopyEngine):
 
 
 def body_of(request: Request, family: Family, encode: Callable[[Media], str], version: int) -> dict[str, Any]:
-    """One placeholder per image, which SGLang expands again."""
+    """A request as SGLang takes it, with one placeholder per image, which SGLang expands again."""
     sampling, others = request.sampling, {span.media.kind for span in request.media} - {"image"}
     if others:
         why = f"the prompt has {' and '.join(sorted(others))}, but sglang is sent images only"
@@ -111,29 +111,29 @@ def body_of(request: Request, family: Family, encode: Callable[[Media], str], ve
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop": list(sampling.stop),
-            # Every id that ends a turn is among these: the end ids of SGLang are switched off.
+            # All ids that end a turn, because SGLang's own end ids are switched off.
             "stop_token_ids": [] if sampling.ignore_eos else sorted(family.chat.eos_ids),
             "ignore_eos": True,
             "no_stop_trim": True,
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "logit_bias": {str(i): BANNED for i in np.flatnonzero(family.banned)},
-            # Read together with the position, where SGLang runs with deterministic inference.
+            # Combined with the position, if SGLang runs with deterministic inference.
             "sampling_seed": request.noise,
         },
     }
     if request.media:
         shown = [span.media for span in request.media]
         body["image_data"] = [encode(media) for media in shown]
-        # 64 bits under which SGLang keeps what it computed of an image.
+        # 64 bits: SGLang's cache key for what it computed of an image.
         names = ("/".join(map(str, (*media.key, version))) for media in shown)
         body["mm_hashes"] = [hashlib.blake2b(name.encode(), digest_size=8).hexdigest() for name in names]
     return body
 
 
 def triples_of(request: Request, family: Family, answer: Mapping[str, Any], *, aborted: bool) -> list[Any]:
-    """(log-prob, id, text) of every sampled token; none if the request waited. Refuses another prompt
-    than was sent: other ids, where the answer holds them, or another number of them.
+    """(log-prob, id, text) of every sampled token; none if the request was still queued. Refuses an
+    answer to another prompt: other ids, if the answer holds them, or another number of them.
     """
     info = answer["meta_info"]
     reason = info["finish_reason"]

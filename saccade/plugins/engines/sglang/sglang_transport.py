@@ -1,5 +1,5 @@
-"""Two ways to SGLang: its engine in this process, or a server over HTTP. Both take a body under a
-name and return SGLang's answer, load weights, and free memory.
+"""Two transports to SGLang: its engine in this process, or a server over HTTP. Both send a request under
+an id (`name`) and return SGLang's answer, load weights, and free memory.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from saccade.plugins.engines.weights import in_folder, pieces
 from saccade.plugins.judges.http_client.sender import http_client
 
 NEEDED = ("input_ids", "image_data", "mm_hashes", "return_logprob", "rid")  # of async_generate
-CONNECTIONS, PATIENCE = 256, 3600.0  # at once; seconds for an answer
-ENVIRONMENT = {  # read when SGLang starts; what a user has set stays
+CONNECTIONS, PATIENCE = 256, 3600.0  # parallel requests; seconds for an answer
+ENVIRONMENT = {  # read when SGLang starts; the user's values take precedence
     "SGLANG_MM_AVOID_RETOKENIZE": "1",  # ids of a prompt with images stay as they are
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs include the temperature
 }
@@ -43,15 +43,15 @@ def problem() -> str:
         import sglang
 
         parameters = inspect.signature(sglang.Engine.async_generate).parameters
-    except Exception as error:  # whatever a library raises that does not fit the machine
+    except Exception as error:  # a library that does not fit the machine may raise anything
         return f"sglang cannot be imported ({error}); install it again: {INSTALL['sglang']}"
     lacks = [name for name in NEEDED if name not in parameters]
     return f"sglang has no {', '.join(lacks)}; install a newer one: {INSTALL['sglang']}" if lacks else ""
 
 
 class InProcess:
-    """Its schedulers are child processes; the loop that talks to them runs in `wait`, in the thread
-    of the caller.
+    """SGLang's schedulers are child processes; the event loop that talks to them runs inside `wait`, in
+    the caller's thread.
     """
 
     def __init__(self, settings: Settings, family: Family) -> None:
@@ -70,7 +70,7 @@ class InProcess:
             "random_seed": settings.seed,
             "trust_remote_code": settings.trust_remote_code,
             "enable_memory_saver": self.sleeps,
-            "enable_deterministic_inference": True,  # else seeds of requests are not read
+            "enable_deterministic_inference": True,  # otherwise the seeds of requests are ignored
             "log_level": "error",
         }
         if size := dict(family.untouched(settings.max_length, settings.max_pixels)):
@@ -109,7 +109,7 @@ class InProcess:
 
 
 class OverHttp:
-    """A server that sees this machine's shared memory: weights lie there as a model folder."""
+    """A server that sees this machine's shared memory, into which weights are written as a model folder."""
 
     def __init__(self, url: str, key_variable: str = "") -> None:
         self.url = url.rstrip("/")

@@ -1,10 +1,10 @@
 """vLLM in this process, stepped by our loop, with a copy of the weights.
 
-Adapters come merged into the weights. Between rollouts vLLM frees its memory, where the platform
-can do that, and takes it again in the order weights, hand-over, cache. After a hand-over nothing
-that vLLM cached of prompts and images is used: its caches are emptied, unless sequences run on from
-theirs, and prompts and images are named after the version of the weights. Kept ids of truncated
-sampling are not returned.
+Adapters arrive merged into the weights. Between rollouts vLLM frees its memory, if the platform
+supports that, and takes it back in the order weights, weight update, cache. After an update nothing
+that vLLM cached under older weights is used: its caches are emptied, unless running sequences need
+theirs, and the cache keys of prompts and images include the version of the weights. The kept ids of
+truncated sampling are not returned.
 
     engine = VllmEngine(Settings(engine="vllm", folder="my-model", dtype="bfloat16"), family)
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
@@ -42,9 +42,9 @@ from saccade.plugins.engines.weights import HandOver, checksum, in_memory
 from saccade.plugins.media.videos import metadata
 from saccade.types import Completion, Request
 
-PICTURES = 256 << 20  # bytes of images at the size that the model sees
-BATCHED_TOKENS = 8192  # of one forward, and never less than the longest sequence
-CPU_CACHE = 1 << 30  # bytes of keys and values
+PICTURES = 256 << 20  # bytes of cached images, at the size that the model sees
+BATCHED_TOKENS = 8192  # per forward, or the longest sequence if that is more
+CPU_CACHE = 1 << 30  # bytes of the KV cache on a CPU
 GOLDEN = 0x9E3779B97F4A7C15  # spreads small numbers over 64 bits
 
 
@@ -65,7 +65,7 @@ class VllmEngine(CopyEngine):
         self._eos = sorted(family.chat.eos_ids)
         self._pictures = ImageCache(PICTURES, make=family.picture)
         self._aborted: list[Completion] = []
-        self._last: tuple[Any, dict[str, Any]] | None = None  # prompts of a group come in a row
+        self._last: tuple[Any, dict[str, Any]] | None = None  # the last prompt: those of a group come in a row
         self._invalidates = True  # tests switch it off, to show what happens without
         self.renamed = renaming(model)
         known = {self.renamed(name): shape for name, shape in self._shapes.items()}
@@ -79,13 +79,13 @@ class VllmEngine(CopyEngine):
             self._prompt(shown)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        """The answer of the first worker; each one answers for its part of the tensors."""
+        """Call all workers; returns the answer of the first, which covers only its part of the tensors."""
         return self._engine.collective_rpc(method, args=arguments)[0]
 
     # -- requests --
 
     def _start(self, request: Request) -> str:
-        """Refuses what vLLM was not built for, instead of drawing or showing it differently."""
+        """Refuses what this vLLM was not built for, instead of sampling or resizing differently."""
         settings = self.settings
         if request.sampling.first is not None and not settings.first_tokens:
             raise ConfigError(f"request {request.key}: build the engine with Settings(first_tokens=True)")
@@ -105,7 +105,7 @@ class VllmEngine(CopyEngine):
             raw = prompt_of(request, self.family, self._pictures.get, named)
             try:
                 (prompt,) = self._engine.renderer.render_cmpl([raw])
-            except Exception as error:  # such as too many images, as classes of vLLM
+            except Exception as error:  # vLLM's own classes, such as for too many images
                 fix = f"or it cannot read a {self.family.name} model: use rollout.engine=embedded"
                 raise ConfigError(f"request {request.key}: vllm refuses it: {error}; {fix}") from error
             theirs = prompt["prompt_token_ids"]
@@ -134,11 +134,11 @@ class VllmEngine(CopyEngine):
         return len(self._running) + len(self._aborted)
 
     def progress(self, key: str) -> np.ndarray:
-        """Ids that were sampled so far."""
+        """The ids sampled so far."""
         return np.array(self._state(key).detokenizer.output_token_ids, dtype=np.int64)
 
     def _state(self, key: str) -> Any:
-        """What the output processor of vLLM holds of a request."""
+        """The state of a request in vLLM's output processor."""
         return self._engine.output_processor.request_states[self._running[key][1]]
 
     def abort(self, key: str) -> None:
@@ -174,14 +174,14 @@ class VllmEngine(CopyEngine):
         return f"other bytes arrived for: {wrong[:5]}" if wrong else ""
 
     def _forget(self) -> None:
-        """Drop whatever vLLM computed from prompts and images. Sequences that run need theirs, which no prompt of the
-        new weights finds by its name.
+        """Empty vLLM's caches of prompts and images. Not while sequences run, which need theirs: a prompt of the new
+        weights has other cache keys anyway.
         """
         self._last = None
         if self._running:
             return
         if not self._engine.reset_prefix_cache():
-            self._engine.step()  # a batch was still under way when the last request ended
+            self._engine.step()  # a batch was still in flight when the last request ended
             if not self._engine.reset_prefix_cache():
                 raise EnvironmentProblem("vllm: prompts of older weights cannot be forgotten")
         self._engine.reset_encoder_cache()
@@ -230,32 +230,32 @@ def _build(settings: Settings, family: Family, found: Probe) -> Any:
         "gpu_memory_utilization": settings.memory_share,
         "enable_prefix_caching": True,
         "enable_sleep_mode": found.sleeps,
-        "generation_config": "vllm",  # every request says how it is drawn
+        "generation_config": "vllm",  # every request has its own sampling parameters
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "saccade.plugins.engines.vllm.vllm_worker.Loader",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
     if family.spec.image_token:
-        # Media are shown as we made them; vLLM measures its memory with the largest one.
+        # Media are used at the size we send them; vLLM profiles its memory with the largest one.
         size = family.untouched(longest, settings.max_pixels)
         arguments |= {
             "limit_mm_per_prompt": {k: settings.max_images * (k in family.spec.media_tokens) for k in TAKEN},
             "mm_processor_kwargs": {"size": size} if size else None,
         }
-    if settings.first_tokens:  # costs vLLM the overlap of its steps
+    if settings.first_tokens:  # keeps vLLM from overlapping its steps
         arguments["logits_processors"] = ["saccade.plugins.engines.vllm.vllm_worker:First"]
     if device.type == "cpu":
         arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE}
     if settings.tensor_parallel > 1:
-        arguments["distributed_executor_backend"] = "mp"  # in a task of Ray it would ask Ray for workers
+        arguments["distributed_executor_backend"] = "mp"  # in a Ray task vLLM would otherwise ask Ray for workers
     if DECLARED:
         _inspect_here(settings.folder)
     return LLMEngine.from_engine_args(EngineArgs(**arguments | dict(settings.args)))
 
 
 def _inspect_here(folder: str) -> None:
-    """Register the class here: vLLM inspects it in a child otherwise, where torchvision crashes."""
+    """Register the model class here; otherwise vLLM inspects it in a child process, where torchvision crashes."""
     from vllm import ModelRegistry
 
     for name in described(Path(folder)).get("architectures") or ():
@@ -270,8 +270,8 @@ def prompt_of(
     request: Request, family: Family, picture: Callable[[Any], np.ndarray], version: int | None
 ) -> dict[str, Any]:
     """Ids with one placeholder per medium, which vLLM expands again, and the media at the size that
-    the model sees. The names of prompt and media hold the version of the weights, so that nothing
-    computed under other weights is found under them.
+    the model sees. The cache keys of prompt and media include the version of the weights, so that
+    nothing computed under other weights is reused.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request, family), "cache_salt": str(version)}
     if request.media:
@@ -287,7 +287,7 @@ def prompt_of(
 
 
 def _film(media: Any, pixels: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    """Frames that are all shown, and when."""
+    """The frames of a video, all of which are used, and metadata with their times."""
     told = metadata(media.frames, media.fps, media.rate)
     return pixels, {**told, "video_backend": "opencv", "do_sample_frames": False}
 
@@ -297,7 +297,7 @@ def params_of(request: Request, eos: list[int]) -> Any:
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
-    # Every id that ends a turn is among `eos`: the end ids of vLLM are switched off.
+    # `eos` holds all ids that end a turn, because vLLM's own end ids are switched off.
     params = SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,

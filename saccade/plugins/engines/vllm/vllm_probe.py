@@ -1,4 +1,4 @@
-"""Whether there is a vLLM that can serve: asked of its classes, never derived from its version.
+"""Whether a usable vLLM is installed: judged by its classes, never by its version.
 
 probe().problem        # empty when it can
 """
@@ -13,12 +13,12 @@ from pkgutil import resolve_name
 
 from saccade.plugins.engines import INSTALL
 
-# Read when vLLM is imported or its engine is built; what a user has set stays.
+# Read when vLLM is imported or its engine is built; the user's values take precedence.
 ENVIRONMENT = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # first tokens need processors of logits
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # first tokens need logits processors
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads are the same
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer uses the same threads
 }
 NEEDED = {
     "vllm:SamplingParams": ("flat_logprobs", "extra_args"),
@@ -35,11 +35,11 @@ NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """What is installed."""
+    """The installed vLLM."""
 
     device: str = ""  # that it was built for: cpu, cuda …
-    sleeps: bool = False  # gives memory back between rollouts
-    problem: str = ""  # why it cannot serve, with the fix
+    sleeps: bool = False  # can free memory between rollouts
+    problem: str = ""  # why it cannot be used, with the fix
 
 
 @cache
@@ -58,7 +58,7 @@ def probe() -> Probe:
             for name in names
             if not hasattr(resolve_name(owner), name)
         ]
-    except Exception as error:  # whatever a library raises that does not fit the machine
+    except Exception as error:  # a library that does not fit the machine may raise anything
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         return Probe(problem=f"vllm cannot be imported ({why}); use one for this torch: {INSTALL['vllm']}")
     sleeps = platform.is_sleep_mode_available() and getattr(platform, "is_cumem_allocator_available", bool)()

@@ -1,9 +1,9 @@
-"""Names and places of the weights that are handed over to vLLM.
+"""The names of the weights that are loaded into vLLM, and where it stores them.
 
 Names are compared as vLLM reads them (its model class renames prefixes of a folder), before its
-loader fuses some of them. Checksums are taken of tensors that keep their bytes: whole
-parameters, and slices of fused ones; on a CPU vLLM packs the matrices of linear layers,
-so norms, embeddings, biases and convolutions are left. Knows nothing of engines.
+loader fuses some tensors. Checksums are taken of tensors that vLLM stores unchanged: whole
+parameters, and slices of fused ones; on a CPU vLLM packs the matrices of linear layers, so only
+norms, embeddings, biases and convolutions remain. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from torch import Tensor
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-CHECKED = 16  # tensors of each hand-over, others the next time
+CHECKED = 16  # tensors checked per weight update, others the next time
 
 
 Place = tuple[str, int, int]  # rows of a parameter: its name, the first one, and how many
 
 
 def place_of(name: str, shapes: Mapping[str, tuple[int, ...]], parameters: Mapping[str, Tensor]) -> Place | None:
-    """Where a tensor lies as it is handed over, if it does."""
+    """Where vLLM stores a tensor unchanged; None if it does not."""
     rows = shapes[name][0]
     if name in parameters:
         return (name, 0, rows) if tuple(parameters[name].shape) == shapes[name] else None
@@ -45,7 +45,7 @@ def sample_for(places: Mapping[str, Place], turn: int) -> dict[str, Place]:
 
 
 def renaming(model_config: Any) -> Callable[[str], str]:
-    """How the model class of vLLM reads a name of a folder, before fusing; empty: it ignores it."""
+    """Maps a name in a folder to that of vLLM's model class, before fusing; empty: the tensor is ignored."""
     from vllm.model_executor.model_loader.utils import get_model_architecture
 
     mapper = getattr(get_model_architecture(model_config)[0], "hf_to_vllm_mapper", None)

@@ -1,4 +1,4 @@
-"""What runs inside vLLM, next to its model: banned ids, first tokens, and the hand-over of weights.
+"""What runs inside vLLM, next to its model: banned ids, first tokens, and weight updates.
 
 vLLM imports this file by name (`logits_processors`, `worker_extension_cls`); nothing else does.
 """
@@ -24,7 +24,7 @@ PLAIN = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}
 
 
 class First(LogitsProcessor):
-    """Draw the first token of an episode with other settings."""
+    """Sample the first token of an episode with other settings."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.rows: dict[int, tuple[float, int, list[int]]] = {}
@@ -47,7 +47,7 @@ class First(LogitsProcessor):
 
 def _first(params: Any, prompt: Any, sampled: list[int]) -> tuple[float, int, list[int]] | None:
     wanted = (params.extra_args or {}).get("first")
-    # Divided by the ordinary temperature later on.
+    # A factor, because vLLM divides by the ordinary temperature later on.
     return wanted and (params.temperature / wanted[0], wanted[1], sampled)
 
 
@@ -58,8 +58,8 @@ class Loader:
     vllm_config: Any
 
     def saccade_ban(self, ids: list[int]) -> None:
-        """Never draw these ids, and leave them out of log-probs: their logits are -inf before any
-        sampler sees them. A processor of logits could do the same, but vLLM then waits for the ids
+        """Never sample these ids, and leave them out of log-probs: their logits are -inf before any
+        sampler sees them. A logits processor could do the same, but vLLM would then wait for the ids
         of each step before it begins the next one.
         """
         model = self.model_runner.get_model()
@@ -67,20 +67,20 @@ class Loader:
         compute = model.compute_logits
 
         def without(*arguments: Any, **options: Any) -> Tensor | None:
-            logits = compute(*arguments, **options)  # None where another worker has them
+            logits = compute(*arguments, **options)  # None on a worker without the logits
             return None if logits is None else logits.index_fill_(-1, banned, -torch.inf)
 
         model.compute_logits = without
 
     def saccade_sees_both_ways(self) -> bool:
-        """Whether attention can show tokens of a picture those behind them; where it cannot, vLLM goes on without."""
+        """Whether attention can be bidirectional inside a picture. If it cannot, vLLM silently attends causally."""
         backends = [group.backend for groups in self.model_runner.attn_groups for group in groups]
         return all(getattr(backend, "supports_mm_prefix", bool)() for backend in backends)
 
     @torch.no_grad()
     def saccade_load(self, weights: Iterable[tuple[str, Tensor]] | tuple[str, ...]) -> tuple[set, set]:
-        """Write weights. Returns the names of parameters that were written, and of all. `weights`:
-        pairs, or files of them when they come from another process.
+        """Load weights. Returns the names of the parameters that were written, and of all parameters.
+        `weights`: (name, tensor) pairs, or paths of pieces if they come from another process.
         """
         model = self.model_runner.get_model()
         names = {name for name, _ in model.named_parameters()}
@@ -101,7 +101,7 @@ class Loader:
             return loaded, names
 
     def saccade_places(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, Place]:
-        """Where tensors of these names lie, if they lie there as they are handed over."""
+        """Where vLLM stores the tensors of these names, for those that it stores unchanged."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         return {name: place for name in shapes if (place := place_of(name, shapes, parameters))}
 
@@ -111,14 +111,14 @@ class Loader:
 
 
 def _pack_tied_head(model: nn.Module) -> None:
-    """A head that shares the weight of the embedding is written with it, but packed apart."""
+    """A head that is tied to the embedding is written with it, but has its own packed copy."""
     for head in model.modules():
         if isinstance(head, ParallelLMHead):
             head.quant_method.process_weights_after_loading(head)
 
 
 def _pack_experts_again(model: nn.Module) -> None:
-    """A CPU packs experts when their kernel is made, and not when they are written again."""
+    """Drop the kernels of experts: on a CPU experts are packed when their kernel is made, not when they are loaded."""
     methods: list[Any] = [getattr(module, "quant_method", None) for module in model.modules()]
     for method in methods:
         if getattr(method, "moe_kernel", None) is not None:
