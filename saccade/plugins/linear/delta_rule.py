@@ -1,17 +1,17 @@
-"""The gated delta rule over segments of any length, each from a state of its own, and with its gradients: in plain
-torch, or by flash-linear-attention on a GPU in half precision where it is installed and runs.
+"""The gated delta rule, with gradients, over segments of any length, each with its own initial state: in plain torch,
+or by flash-linear-attention on a GPU in half precision, if it is installed and runs.
 
     out, states = delta_rule((q, k, v, decay, share), lengths, ends, states)
 
-With each token t a head's state S [D, V] forgets, corrects what it says of the key, and is asked:
+For each token t, a head's state S [D, V] decays, is corrected towards the token's value, and is read with its query:
 
     S = exp(decay_t) S
     S = S + share_t k_t (v_t - S^T k_t)^T
     out_t = S^T q_t / sqrt(D), with q and k of length 1
 
 In chunks of up to CHUNK tokens ("Gated Delta Networks", arXiv 2412.06464): the corrections of a chunk are the solution
-of a triangular system, so all that does not need the state before a chunk is computed for all chunks at once, as
-products of matrices. Only differences of decays that are at most 0 are exponentiated: nothing overflows.
+of a triangular system, so everything that does not need the state before a chunk is computed for all chunks at once, as
+matrix products. Only differences of decays that are at most 0 are exponentiated, so nothing overflows.
 
 Legend: T tokens, N segments, H heads, D and V size of a key and of a value, M chunks, L tokens of a chunk.
 """
@@ -47,8 +47,8 @@ def fast_rules() -> Any:
 
 @cache
 def _learns(device: torch.device) -> bool:
-    """Whether its backward runs there, with one step of it in torch where that is what it refuses. Tried in a thread
-    of its own: what a checkpoint notes of tensors in this one, it does not see.
+    """Whether the backward of flash-linear-attention runs on this device; if it refuses one step, with that step in
+    torch. Tried in another thread, so that activation checkpointing, which records this thread's tensors, misses it.
     """
 
     def attempt() -> None:
@@ -72,9 +72,9 @@ def _learns(device: torch.device) -> bool:
 
 
 def delta_rule(given: Sequence[Tensor], lengths: np.ndarray, ends: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-    """`given`: q and k [T, H, D], v [T, H, V]; [T, H]: decay, whose exponential scales the state, and the share of the
-    new value. `lengths` [N] and `ends` [N + 1] of segments; states [N, H, D, V] in float32. Returns [T, H, V], and the
-    state behind each segment.
+    """`given`: q and k [T, H, D], v [T, H, V], decay [T, H], whose exponential scales the state, and share [T, H] of
+    the new value. `lengths` [N] and `ends` [N + 1] of segments; initial `states` [N, H, D, V] in float32. Returns the
+    outputs [T, H, V], and the state after each segment.
     """
     q, k, v, decay, share = given
     learning = torch.is_grad_enabled()
@@ -83,7 +83,7 @@ def delta_rule(given: Sequence[Tensor], lengths: np.ndarray, ends: Tensor, state
         gates = {"g": decay.unsqueeze(0), "beta": share.unsqueeze(0)}
         out, after = fast.chunk_gated_delta_rule(*row, **gates, initial_state=states, cu_seqlens=ends, **OPTIONS)
         return out.squeeze(0), after
-    # Chunks in the order of their places in segments, the longest first: those that go on are the first ones.
+    # Chunks are ordered by their index in the segment, longest segments first: those that continue are a prefix.
     size = min(CHUNK, 1 << (int(lengths.max()) - 1).bit_length())
     order = np.argsort(-lengths, kind="stable")
     counts = -(-lengths[order] // size)
@@ -101,17 +101,17 @@ def delta_rule(given: Sequence[Tensor], lengths: np.ndarray, ends: Tensor, state
 
 
 def _chunks(x: Tensor, places: Tensor, count: int, size: int) -> Tensor:
-    """[T, H, …] → [M, H, L, …] in float32. Padding has no share and no decay: it leaves the state as it is."""
+    """[T, H, …] → [M, H, L, …] in float32. Padding has a share and a decay of 0, which leave the state unchanged."""
     padded = x.new_zeros((count * size, *x.shape[1:])).index_copy(0, places, x)
     return padded.unflatten(0, (count, size)).transpose(1, 2).to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _chunked(given: Sequence[Tensor], going: Sequence[int], states: Tensor) -> tuple[Tensor, Tensor]:
-    """[M, H, L, …] each, `going` of them in each step → outputs [M, H, L, V], and the states in the end."""
+    """[M, H, L, …] each, of which step n takes the next `going[n]` → outputs [M, H, L, V], and the final states."""
     q, k, v, decay, share = given
     q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     q = q * q.shape[-1] ** -0.5
-    total = decay.cumsum(-1)  # up to each token of its chunk
+    total = decay.cumsum(-1)  # within each chunk
     ahead = torch.ones((q.shape[2],) * 2, dtype=torch.bool, device=q.device).triu(1)
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(ahead, -torch.inf).exp()
     share, since = share.unsqueeze(-1), total.exp().unsqueeze(-1)
@@ -134,8 +134,8 @@ def _chunked(given: Sequence[Tensor], going: Sequence[int], states: Tensor) -> t
 
 
 class _Inverse(torch.autograd.Function):
-    """(1 + A)^-1 where A [..., L, L], L a power of two, counts below its diagonal only. Blocks of 1, 2, 4, … along the
-    diagonal are inverted from pairs of smaller ones: as exact as solving row by row, in products of all at once.
+    """(1 + A)^-1 for A [..., L, L], L a power of two; only entries of A below its diagonal are used. Blocks of 1, 2, …
+    along the diagonal are inverted from pairs of smaller ones: as exact as solving row by row, in batched products.
     """
 
     @staticmethod
@@ -161,5 +161,5 @@ class _Inverse(torch.autograd.Function):
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """Products of many matrices of one size: small ones by elements, as a GPU takes a block of threads for each."""
+    """Batched matrix product; small matrices elementwise, because a GPU would use a thread block for each of them."""
     return x @ y if x.shape[-1] >= 16 else (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2)

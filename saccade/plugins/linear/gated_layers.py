@@ -1,8 +1,8 @@
-"""Layers with a gated delta rule (Qwen3-Next, Qwen3.5, MiniCPM-V 4.6), which read their tokens one after the other.
+"""Layers with a gated delta rule (Qwen3-Next, Qwen3.5, MiniCPM-V 4.6), which are recurrent.
 
 A branch of a forest begins with the state and the last tokens of its parent, and a sequence in the engine's cache
-with its own; gradients flow through both. The layers' own forward would run over the borders of packed rows: it is
-replaced by the same computation on segments.
+with its own; gradients flow through state and tokens. The layers' own forward would run across the borders of packed
+rows: it is replaced by the same computation on segments.
 
     walk_layers(model)
     model(..., attention_plan=plan)     # plan.walk says which segments there are
@@ -32,8 +32,8 @@ PROJECTIONS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj
 
 
 def walk_layers(model: Any) -> None:
-    """From now on such layers of the model need a plan with a walk. All others attend through transformers'
-    interface, although the class of the model does not say so.
+    """Replace the forward of such layers, which needs a plan with a walk from now on. All other layers use
+    transformers' attention interface, although the class of the model does not declare it.
     """
     for name, layer in model.named_modules():
         if type(layer).__name__.endswith("GatedDeltaNet"):
@@ -78,7 +78,7 @@ def _forward(layer: Any, hidden_states: Tensor, *, attention_plan: Any, **unused
 
 
 def _step(layer: Any, walk: Steps, mixed: Tensor, gate: Tensor, share: Tensor, decay: Tensor) -> Tensor:
-    """[B, H, V] of one token each."""
+    """One token of each of B sequences, with kernels. Returns [B, H, V]."""
     index, where, norm = layer.layer_idx, {"rows": walk.rows, "lengths": walk.lengths}, layer.norm
     conv, tails, states = layer.conv1d, walk.addresses[index, "tail"], walk.addresses[index, "state"]
     mixed = KERNELS["convolve_step"](mixed, conv.weight, conv.bias, tails=tails, **where)
@@ -89,8 +89,8 @@ def _step(layer: Any, walk: Steps, mixed: Tensor, gate: Tensor, share: Tensor, d
 
 
 def _projected(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
-    """What is convolved, the gate, and of each head the share and the decay of a token. Qwen3-Next has them in two
-    matrices, by key heads.
+    """Project the tokens to the input of the convolution, the gate, and share and decay per head. Qwen3-Next has two
+    matrices for these, ordered by key heads.
     """
     if hasattr(layer, "in_proj_qkv"):
         return tuple(part(x) for part in (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a))
@@ -100,7 +100,7 @@ def _projected(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
 
 
 def convolved(layer: int, convolution: Any, x: Tensor, walk: Walk) -> Tensor:
-    """[T, C]: each channel of a token with those of the K - 1 tokens before it on its path."""
+    """[T, C]: each token convolved with the K - 1 tokens before it on its path, per channel."""
     weight = convolution.weight
     width = weight.shape[-1]
     source, first = walk.windows(width)
@@ -111,7 +111,7 @@ def convolved(layer: int, convolution: Any, x: Tensor, walk: Walk) -> Tensor:
 
 
 def _recurrent(layer: Any, walk: Walk, given: Sequence[Tensor]) -> Tensor:
-    """[T, H, V]"""
+    """[T, H, V]: the delta rule, level by level."""
     q, _, v = given[:3]
     found, states = [], walk.states(layer.layer_idx, (v.shape[1], q.shape[2], v.shape[2]))
     for level in walk.levels:

@@ -1,8 +1,8 @@
-"""Which tokens a recurrent layer reads one after the other: segments, of which some begin where another ends.
+"""Segments: the runs of tokens that a recurrent layer reads in sequence. Some begin with the state at another's end.
 
-A segment is a node of a forest. Segments of one level do not read each other: they run as one batch, and those of the
-next level begin with their states. The engine's cache has segments of one level, which begin with what it holds; while
-it decodes with kernels, they read and write that in place.
+A segment is a node of a forest. Segments of one level are independent: they run as one batch, and those of the next
+level begin with their final states. In the engine's cache all segments have one level and begin with cached states;
+when it decodes with kernels, these are read and written in place.
 
     walk = Walk(starts, parents, device)
     walk = RecurrentStates(device, 8).walk(rows, cached, new)
@@ -23,16 +23,16 @@ from saccade.forest.device_ops import to_device
 
 @dataclass(frozen=True)
 class Level:
-    """Segments that run together."""
+    """Segments of one depth, which run as one batch."""
 
-    tokens: Tensor  # in the forest, segment after segment
+    tokens: Tensor  # indices in the forest, segment after segment
     lengths: np.ndarray  # [segments]
-    ends: Tensor  # [segments + 1] where they end, behind a 0
-    parents: Tensor | None  # [segments] places in the level before
+    ends: Tensor  # [segments + 1] a 0, then where each ends
+    parents: Tensor | None  # [segments] indices of the parents in the level before
 
 
 class Walk:
-    """Through a forest: its roots begin with nothing."""
+    """The segments of a forest. Roots begin with zeros."""
 
     def __init__(self, starts: np.ndarray, parents: np.ndarray, device: torch.device) -> None:
         self.starts, self.parents, self.device = starts, parents, device
@@ -41,7 +41,7 @@ class Walk:
     @cached_property
     def levels(self) -> list[Level]:
         depth = np.zeros(len(self.parents), np.int64)
-        for node, parent in enumerate(self.parents.tolist()):  # which comes first
+        for node, parent in enumerate(self.parents.tolist()):  # parents come first
             depth[node] = depth[parent] + 1 if parent >= 0 else 0
         found, place = [], np.zeros(len(depth), np.int64)
         for level in range(int(depth.max()) + 1):
@@ -56,12 +56,12 @@ class Walk:
 
     @cached_property
     def order(self) -> Tensor:
-        """[T] where each token lies among those of the levels, level after level."""
+        """[T]: the index of each token when all levels are concatenated."""
         return torch.argsort(torch.cat([level.tokens for level in self.levels]))
 
     def windows(self, width: int) -> tuple[Tensor, Tensor]:
-        """Rows of all segments, each with the `width` - 1 before it on its path in front, as numbers of tokens (from T
-        on: rows of `tails`); and where among these the window of token 0, 1, … begins.
+        """Token indices of all segments, each preceded by the `width` - 1 tokens before it on its path (indices from T
+        on are rows of `tails`); and where in them the window of token 0, 1, … begins.
         """
         if width not in self._windows:
             tokens, pieces, before, length = int(self.starts[-1]), [], dict[int, np.ndarray](), 0
@@ -78,15 +78,15 @@ class Walk:
         return self._windows[width]
 
     def _tail(self, node: int, count: int) -> np.ndarray:
-        """Rows of `tails` that stand before a root."""
+        """The rows of `tails` that precede a root."""
         return np.zeros(count, np.int64)
 
     def tails(self, layer: int, like: Tensor) -> Tensor:
-        """[rows, C] that stand before roots: zeros."""
+        """[rows, C]: inputs that precede roots; here zeros."""
         return like.new_zeros(1, like.shape[1])
 
     def states(self, layer: int, shape: tuple[int, ...]) -> Tensor:
-        """[roots, …] that roots begin with: zeros."""
+        """[roots, …]: initial states of roots; here zeros."""
         return torch.zeros((len(self.levels[0].lengths), *shape), dtype=torch.float32, device=self.device)
 
     def keep_tails(self, layer: int, rows: Tensor, width: int) -> None:
@@ -98,33 +98,33 @@ class Walk:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """One new token of each of many sequences, for kernels that find what is kept of them on the device."""
+    """One new token of each of B sequences, for kernels that read and write the cached states on the device."""
 
-    addresses: Mapping[tuple[int, str], Tensor]  # by layer and name, [1]: where [rows, …] lies
+    addresses: Mapping[tuple[int, str], Tensor]  # by layer and name, [1]: the address of the cached [rows, …]
     rows: Tensor  # [B]
-    lengths: Tensor  # [B]; negative: an idle one
+    lengths: Tensor  # [B]; negative: an idle sequence
 
 
 class RecurrentStates:
-    """What recurrent layers keep of sequences of any length, a row each: by layer and name, [rows, …]."""
+    """The cache of recurrent layers, one row per sequence of any length: by layer and name, [rows, …]."""
 
     def __init__(self, device: torch.device, rows: int) -> None:
         self.device = device
-        self.addresses: dict[tuple[int, str], Tensor] = {}  # on the device: graphs read them, so they stay
+        self.addresses: dict[tuple[int, str], Tensor] = {}  # on the device; never replaced, as CUDA graphs read them
         self.clear()
         self.resize(rows)
 
     def clear(self) -> None:
         self.kept: dict[tuple[int, str], Tensor] = {}
         self.read = np.zeros(0, np.int64)  # tokens that each row has read
-        self.free: list[int] = []  # rows, a heap
+        self.free: list[int] = []  # unused rows, a heap
 
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.kept.values())
 
     def resize(self, rows: int) -> None:
-        """More rows."""
+        """Grow to this many rows."""
         self.free += range(len(self.read), rows)  # higher than all others: it stays a heap
         self.read = np.pad(self.read, (0, rows - len(self.read)))
         for key, old in self.kept.items():
@@ -159,17 +159,17 @@ class RecurrentStates:
 
 
 class _CachedWalk(Walk):
-    """Through new tokens of sequences, of which some have `begun`."""
+    """New tokens of cached sequences. Those that have `begun` start from their cached states, the others from zeros."""
 
     def __init__(self, kept: RecurrentStates, rows: np.ndarray, begun: np.ndarray, new: np.ndarray) -> None:
         super().__init__(np.concatenate([[0], new.cumsum()]), np.full(len(new), -1), kept.device)
         self.kept, self.new = kept, new
         old = rows[begun]
         self.rows, self.old, self.begun = (to_device(x, kept.device) for x in (rows, old, begun))
-        self.place = np.where(begun, begun.cumsum() - 1, -1)  # among those that have begun
+        self.place = np.where(begun, begun.cumsum() - 1, -1)  # index among those that have begun
 
     def _tail(self, node: int, count: int) -> np.ndarray:
-        # Zeros stand before the tails.
+        # Row 0 of `tails` is zeros, the cached tails follow.
         return 1 + self.place[node] * count + np.arange(count) if self.place[node] >= 0 else np.zeros(count, np.int64)
 
     def tails(self, layer: int, like: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Decoders of LFM2, in which most layers have a short convolution in the place of attention: each channel of a token
-sees those of a few tokens before it. A branch of a forest begins with the last tokens of its parent, and a sequence in
-the engine's cache with its own.
+"""Decoders of LFM2, in which most layers have a short causal convolution over a few tokens, per channel, instead of
+attention. A branch of a forest begins with the last tokens of its parent, and a sequence in the engine's cache with its
+own.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ PARTS = ("conv", "operator_norm", "ffn_norm", "feed_forward")
 
 
 def walk_convolutions(model: Any) -> None:
-    """From now on such layers of the model need a plan with a walk."""
+    """Replace the forward of such layers, which needs a plan with a walk from now on."""
     refuse_noise(model)
     for name, layer in model.named_modules():
         short: Any = getattr(layer, "conv", None)

@@ -1,8 +1,8 @@
-"""Moments of AdamW in 8 bits, each block of 64 numbers with a scale of its own: 2.1 bytes for both instead of 4 or 8.
+"""AdamW moments in 8 bits, with one scale per block of 64 numbers: 2.1 bytes for both moments instead of 4 or 8.
 
-A code is a root of what it stands for, as a share of the largest of its block: the third root of a first moment, with
-its sign, the sixth of a second one. So a hundredth of the largest is exact to 6 % and 3 %, and when all of a block
-shrink alike, its scale alone changes. An update has them in fp32, one chunk at a time.
+A code is a root of a number divided by the largest of its block: the third root of a first moment, with its sign, the
+sixth root of a second one. So a hundredth of the largest is exact to 6 % and 3 %, and if all of a block shrink alike,
+only its scale changes. An update decodes them to fp32, one chunk at a time.
 
     held = EightBits(StateBeside, parameters, {"weight": ("exp_avg", "exp_avg_sq", "lost")}, torch.bfloat16)
 """
@@ -17,12 +17,12 @@ from torch.nn.functional import pad
 from saccade.plugins.offload import host_state
 from saccade.trainer.optimizer import Piece, StateBeside
 
-BLOCK = 64  # numbers; a chunk, and a parameter among others, begins with one
+BLOCK = 64  # numbers; chunks and parameters begin at a block
 CODES = {"exp_avg": (torch.int8, 127, 3), "exp_avg_sq": (torch.uint8, 255, 6)}  # largest code, power
 
 
 class EightBits(StateBeside):
-    """State in a `place` that knows nothing of it."""
+    """Stores codes and scales in another kind of state (`place`), which needs to know nothing of them."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ def _scale(key: str) -> str:
 
 
 def _parts(piece: Piece) -> Iterator[Piece]:
-    """Flat, with at most a chunk of numbers."""
+    """Split a piece into flat ones of at most CHUNK numbers."""
     parameter, gradient = (tensor.detach().view(-1) for tensor in (piece.parameter, piece.gradient))
     for low in range(0, len(parameter), host_state.CHUNK):
         high = min(low + host_state.CHUNK, len(parameter))
@@ -68,8 +68,8 @@ def decode(key: str, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def encode(key: str, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes, and the scales of their blocks. What is not 0 gets no 0 as its second moment, by which a
-    first one would be divided.
+    """The nearest codes, and the scales of their blocks. A second moment that is not 0 never gets code 0, because a
+    first moment would be divided by it.
     """
     kind, largest, power = CODES[key]
     blocks = _blocks(numbers)

@@ -1,7 +1,7 @@
-"""State of an optimizer in main memory, pinned beside a GPU. An update takes it in chunks: one is copied to the GPU,
-an earlier one is updated there and one before it is copied back, each on a stream of its own, so that both directions
-of the link and the GPU are busy. The rule and the order of its operations on each number are those of state that lies
-beside the parameters, and so are the results, to the bit.
+"""Optimizer state in main memory, pinned if there is a GPU. An update streams it in chunks: one is copied to the GPU
+while an earlier one is updated there and one before that is copied back, each on its own stream, so that both
+directions of the link and the GPU are busy. Each number goes through the same operations as with state on the GPU, so
+the results are bit-identical.
 
     held = HostState(parameters, keys={"weight": ("exp_avg", "exp_avg_sq")}, dtype=torch.float32)
     for pieces in held.pieces(gradients):
@@ -23,17 +23,17 @@ from saccade.system.disk import size
 from saccade.trainer.optimizer import Piece, StateBeside
 
 CHUNK = 1 << 24  # numbers
-SLOTS = 3  # chunks on the GPU: one comes, one is updated, one goes
+SLOTS = 3  # chunks on the GPU: one is copied in, one is updated, one is copied out
 
 
 def aligned(count: int) -> int:
-    """Kernels read several numbers at once; where a multiple of 64 begins no such read is cut."""
+    """Round up to a multiple of 64, so that the vectorized reads of kernels stay aligned."""
     return -(-count // 64) * 64
 
 
 class HostState(StateBeside):
-    """For each key the numbers of all parameters end to end, of which `tensors` are views. `total`: what the processes
-    of this machine need, from what this one does.
+    """One flat tensor per key holds the state of all parameters; `tensors` are views of it. `total` sums bytes over the
+    processes of this machine.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class HostState(StateBeside):
             self._starts[name] = self._length
             self._length += aligned(parameter.numel())
         every = {key: kinds.get(key, (dtype, 1)) for kept in keys.values() for key in kept}
-        self._each = {key: each for key, (_, each) in every.items()}  # of a parameter's numbers one of these
+        self._each = {key: each for key, (_, each) in every.items()}  # key → numbers of a parameter per element
         needed, free = sum(self._length // each * kind.itemsize for kind, each in every.values()), free_host_bytes()
-        needed = int(total(needed))  # of all that take their part at the same time, after each has seen what is free
+        needed = int(total(needed))  # of all processes: each has read `free` before any of them allocates
         if needed > free:
             smaller = "" if dtype == torch.bfloat16 else "train.optimizer=adamw_bf16, "
             raise EnvironmentProblem(
@@ -70,8 +70,8 @@ class HostState(StateBeside):
         return found.view(parameter.shape) if each == 1 else found
 
     def pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[list[Piece]]:
-        """Each list has to be updated on the current stream before the next is asked for."""
-        cuts = defaultdict[int, list[tuple[str, int, int]]](list)  # of each chunk: names, and which of their numbers
+        """Yields one list per chunk, to be updated on the current stream before the next is asked for."""
+        cuts = defaultdict[int, list[tuple[str, int, int]]](list)  # per chunk: names, and ranges of their numbers
         for name in gradients:
             start, count = self._starts[name], self.parameters[name].numel()
             for low in range(start // CHUNK * CHUNK, start + count, CHUNK):
@@ -112,16 +112,16 @@ class HostState(StateBeside):
                 for there, here in pairs:
                     here.copy_(there, non_blocking=True)
             emptied[turn] = going.record_event()
-        device.synchronize()  # from now on anybody may read the state
+        device.synchronize()  # the state may be read from now on
 
 
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """In main memory; pinned if the device is a GPU, without the rounding up to powers of two that torch does."""
+    """Zeros in main memory, pinned if the device is a GPU; torch would round pinned memory up to powers of two."""
     block = new_block(count * dtype.itemsize)
-    view = memoryview(block)  # which the tensor refers to, and all that are made of it
+    view = memoryview(block)  # referenced by the tensor and all its views
     tensor = torch.frombuffer(view, dtype=dtype)
     if device.type == "cuda":
-        runtime, start = torch.cuda.cudart(), tensor.zero_().data_ptr()  # pages: all cores make them, pinning does not
+        runtime, start = torch.cuda.cudart(), tensor.zero_().data_ptr()  # all cores fault in the pages
         if error := int(runtime.cudaHostRegister(start, tensor.nbytes, 0)):
             asked = f"{size(tensor.nbytes)} of main memory cannot be pinned (CUDA error {error})"
             raise EnvironmentProblem(f"train.offload: {asked}; try train.offload=false")
@@ -130,5 +130,5 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def _unpin(start: int, block: object) -> None:
-    """`block` lives until then."""
+    """`block` is an argument so that it lives until then."""
     torch.cuda.cudart().cudaHostUnregister(start)
