@@ -1,19 +1,18 @@
 """Model folders and model families.
 
-A torchvision that was linked against CUDA cannot load its operators beside a torch for CPUs, and
-fails when it is imported (PyPI pairs the two). Two operators that are declared and never called are
-enough, since images are transformed without them.
+A CUDA build of torchvision cannot load its compiled operators next to a CPU build of torch, so importing it fails
+(PyPI pairs the two). Declaring two operators is enough: image transforms never call them.
 """
 
 import sys
 from importlib.machinery import PathFinder
 from typing import Any
 
-DECLARED: list[Any] = []  # empty: torchvision works in processes without saccade, too
+DECLARED: list[Any] = []  # empty: torchvision can also be imported in processes without saccade
 
 
 class _BeforeTorchvision:
-    """The first finder of imports: acts when torchvision is imported, and finds nothing itself."""
+    """An import hook, first in sys.meta_path: runs when torchvision is imported, finds no module itself."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name != "torchvision":

@@ -1,11 +1,10 @@
 """Messages → token ids through the model's own chat template, with the source of every token.
 
-A conversation is built as an episode is: a prompt, what the assistant wrote, what a next turn adds.
-So a template may rewrite its history: nothing is read from there. Special tokens that a user typed
-in prose stay prose. Knows nothing of pixels: a medium is a run of placeholder ids whose length the
-caller gives.
+A conversation is built the way an episode is: prompt, assistant turn, continuation, assistant turn. So a template
+may rewrite earlier turns: its rendering of the history is never used. Special tokens typed by a user are encoded as
+plain text. No pixels here: a medium is a run of placeholder ids whose length the caller gives.
 
-    chat.render(messages, media_tokens=lambda media: 4, generation=True).ids
+    chat.render(messages, lambda media: ((1, 4, 4), 4), generation=True).ids
 """
 
 import logging
@@ -27,20 +26,19 @@ PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# Private-use characters stand for special tokens that were typed as text. Those of the last plane:
-# texts from the web
-# hold some of the first (icon fonts), and a vocabulary may have more special tokens than the first
-# has characters.
+# Special tokens typed as text are replaced by private-use characters of the last Unicode plane: web texts contain
+# some of the first private-use area (icon fonts), and a vocabulary may have more special tokens than that area has
+# characters.
 _PRIVATE = 0x100000
-SERIES_MARK = "\U0010ffff"  # stands for a time series, of which no template knows; no character
+SERIES_MARK = "\U0010ffff"  # marks a time series, which no template supports; a noncharacter
 
-PROBE = "qzxj"  # a reply that no template has in its own text
+PROBE = "qzxj"  # a reply that occurs in no template's own text
 THINK = "<think>"
 TURNS_KEPT = 16_384
 _QUESTION = Message(role="user", parts=("x",))
 _REPLY = Message(role="assistant", parts=(PROBE,))
 
-# A content item of each kind; templates look at its type or for a key.
+# A content item of each kind; templates test its type or the presence of a key.
 SHOWN = {
     "image": {"type": "image"},
     "video": {"type": "video", "video": ""},
@@ -57,25 +55,25 @@ class Chat:
 
     tokenizer: Any
     template: str
-    placeholders: Mapping[str, int]  # kind of media → id that stands for it before it is expanded
-    reserved: tuple[str, ...]  # special tokens that text must not smuggle in
+    placeholders: Mapping[str, int]  # kind of media → its placeholder id, before expansion
+    reserved: tuple[str, ...]  # special tokens; typed in text they are plain text
     end_of_turn: int | None = None
     eos_ids: frozenset[int] = frozenset()
     think_prefilled: bool = False  # the generation prompt already opens <think>
-    brackets: tuple[int, int] | None = None  # ids around an image that the template does not write
-    begin: tuple[int, ...] = ()  # ids before a conversation that the template does not write
-    lists: bool = False  # the template looks for texts in lists of content alone
-    expand: Expand | None = None  # what the template wrote, and media → text with one placeholder for each of them
-    ids_of: Callable[[Media], np.ndarray] | None = None  # what that one stands for; None: a run of it
+    brackets: tuple[int, int] | None = None  # ids around an image, missing from the template
+    begin: tuple[int, ...] = ()  # ids that start a conversation, missing from the template
+    lists: bool = False  # the template reads text only from lists of content items
+    expand: Expand | None = None  # (rendered text, media) → text with one placeholder per medium
+    ids_of: Callable[[Media], np.ndarray] | None = None  # medium → ids in place of its placeholder; None: repeat it
 
     @property
     def placeholder(self) -> int | None:
-        """The token that stands for an image; None: it sees none."""
+        """The id of the image placeholder; None: the model takes no images."""
         return self.placeholders.get("image")
 
     @cached_property
     def unknown(self) -> int | None:
-        """The id of all words that the tokenizer does not know; None: it spells them."""
+        """The id of words outside the vocabulary; None: the tokenizer splits them into known pieces."""
         model = getattr(getattr(self.tokenizer, "backend_tokenizer", None), "model", None)
         token = getattr(model, "unk_token", None) or self.tokenizer.unk_token
         return None if token is None else self.tokenizer.convert_tokens_to_ids(token)
@@ -84,13 +82,13 @@ class Chat:
         return ~np.isin(ids, list(self.placeholders.values()))
 
     def render(self, messages: Sequence[Message], measure: Measure, *, generation: bool) -> Rendered:
-        """A prompt: every token has the source PROMPT."""
+        """Render a prompt; every token has the source PROMPT."""
         ids = self._opening(messages, generation)
         return self._expand(ids, np.full(len(ids), Source.PROMPT, np.int8), messages, measure)
 
     def render_dialogue(self, messages: Sequence[Message], measure: Measure) -> Rendered:
-        """A conversation to learn from, built as an episode is: what an assistant wrote, its end of
-        turn included, is POLICY; nothing follows the last one.
+        """Render a conversation to train on, built as an episode is. Assistant text and its end of turn are POLICY;
+        nothing follows the last assistant turn.
         """
         turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not turns:
@@ -111,18 +109,18 @@ class Chat:
         return self._expand(np.concatenate(ids), np.concatenate(sources), messages[: turns[-1] + 1], measure)
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of a text by itself; special tokens in it are prose."""
+        """Ids of a text without a template; special tokens in it are encoded as plain text."""
         return self._encode(self._guard(text))
 
     def encode_document(self, text: str) -> np.ndarray:
-        """Ids of a text without a template, and an end."""
+        """Ids of a text without a template, followed by an end token."""
         ends = [id for id in (self.tokenizer.eos_token_id, self.end_of_turn) if id is not None]
         return np.concatenate([self.encode(text), np.array(ends[:1], np.int64)])
 
     def render_continuation(self, messages: Sequence[Message], measure: Measure, *, last_id: int) -> Rendered:
-        """Only the new ids: what the template puts between a sampled turn and the next generation.
+        """Returns only the new ids: the template's text between a sampled turn and the next generation.
 
-        An end of turn that the policy did not sample is added as TEMPLATE.
+        If the policy did not sample an end of turn, one is added with source TEMPLATE.
         """
         added = self._continuation(messages)
         sources = np.full(len(added), Source.OBSERVATION, np.int8)
@@ -133,8 +131,8 @@ class Chat:
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether the template has a separate place for what a tool says, images included. One
-        that merely prints the role would show the model a word that it never saw there.
+        """Whether the template supports the tool role, with images. One that merely prints the role's name does not
+        count: the model never saw that word there.
         """
         picture = () if self.placeholder is None else (Media(hash=PROBE, width=64, height=64, path=PROBE),)
 
@@ -142,7 +140,7 @@ class Chat:
             messages = [Message(role=role, parts=(*picture, PROBE))]
             try:
                 rendered = self.render_continuation(messages, lambda media: ((1, 1, 1), 1), last_id=-1)
-            except ConfigError:  # it refuses the role, or loses the image
+            except ConfigError:  # the template refuses the role, or drops the image
                 return ""
             return self.decode(rendered.ids, special=True)
 
@@ -151,7 +149,7 @@ class Chat:
         return PROBE in known and known != other
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
-        """The text, special tokens left out unless asked for."""
+        """Decode to text; special tokens are dropped unless `special`."""
         return self.tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
 
     def _opening(self, messages: Sequence[Message], generation: bool) -> np.ndarray:
@@ -159,28 +157,28 @@ class Chat:
         return np.concatenate([np.array(self.begin, np.int64), text])
 
     def _continuation(self, messages: Sequence[Message]) -> np.ndarray:
-        """Ids from behind an end of turn up to the next generation.
+        """Ids after an end of turn, up to the next generation.
 
-        Read behind a reply that is known, so it does not matter what the template makes of replies
-        of the past (some drop their thoughts).
+        Taken from a rendering with a known reply (PROBE), so what the template does to earlier replies does not
+        matter (some drop their thoughts).
         """
         _, after = self._around_probe(messages, generation=True)
         end = "" if self.end_of_turn is None else self.tokenizer.convert_ids_to_tokens(self.end_of_turn)
         before, found, rest = after.partition(end) if end else ("", "", after)
-        if not found or before.strip():  # a template without ends of turns
+        if not found or before.strip():  # the template writes no end of turn
             return self._encode_after(after)
         return self._encode(end + rest)[1:]
 
     @cached_property
     def _remembered(self) -> tuple[Callable[[tuple[Message, ...]], np.ndarray], Callable[[Message], np.ndarray]]:
-        """Continuations and replies: rows share many of them, and a template takes longer than all else."""
+        """Cached functions for continuations and replies: rows share many, and the template is the slowest step."""
         continuation = lru_cache(TURNS_KEPT)(self._continuation)
         return continuation, lru_cache(TURNS_KEPT)(lambda message: self._encode_after(self._written(message)))
 
     @cached_property
     def _frame(self) -> tuple[str, str, str]:
-        """What the template writes around a last reply: blanks between the generation prompt and
-        it, all that follows it, and the thought that the generation prompt opens.
+        """Returns the template's text around a final reply: (whitespace between generation prompt and reply, all
+        text after the reply, the thought that the generation prompt opens).
         """
         before, after = self._around_probe((), generation=False)
         prompt = self.text_of((_QUESTION,), generation=True)
@@ -189,8 +187,8 @@ class Chat:
         return lead if lead.isspace() else "", after, opened
 
     def _written(self, message: Message) -> str:
-        """What the policy would have sampled. Blanks at its ends go if the template strips them,
-        and what the generation prompt has opened is not opened again.
+        """The text that the policy would have sampled for this message: stripped as the template strips it, without
+        the <think> that the generation prompt already wrote.
         """
         if message.media:
             raise ConfigError("an assistant turn holds an image or another medium; only a user or a tool shows one")
@@ -211,7 +209,7 @@ class Chat:
         return before, after
 
     def text_of(self, messages: Sequence[Message], generation: bool, *, expanded: bool = True) -> str:
-        """What the template makes of a conversation; media are a placeholder each, or as it writes them."""
+        """Render a conversation to text; with `expanded`, each medium is one placeholder (see `expand`)."""
         from jinja2 import TemplateError
 
         plain = [self._plain(message) for message in messages]
@@ -227,7 +225,7 @@ class Chat:
         return self.expand(text, media) if self.expand and media and expanded else text
 
     def _plain(self, message: Message) -> dict[str, Any]:
-        # Without media as one text: no special token hides where two parts meet.
+        # Without media the parts are joined first, so special tokens that span two parts are found, too.
         shown = message.parts if message.media else (message.text,)
         parts: list[Any] = [self._shown(part) for part in shown]
         listed = self.lists or not all(isinstance(part, str) for part in parts)
@@ -258,14 +256,14 @@ class Chat:
             if piece == SERIES_MARK and "series" in self.placeholders:
                 ids.append(self.placeholders["series"])
                 continue
-            # In two halves it is no special token.
+            # Encoded in two halves, it is not recognised as a special token.
             token = self.reserved[place] if 0 <= place < len(self.reserved) else ""
             for half in filter(None, (token[:1], token[1:])) if token else (piece,):
                 ids += self.tokenizer.encode(half, add_special_tokens=False)
         return np.array(ids, dtype=np.int64)
 
     def _encode_after(self, text: str) -> np.ndarray:
-        """The ids of a text that continues another: some tokenizers put a blank before whatever they are given."""
+        """Ids of a text that continues another, without the space that some tokenizers put before their input."""
         if not self._adds_blanks:
             return self._encode(text)
         return self._encode("\n" + text)[len(self._encode("\n")) :]
@@ -318,15 +316,15 @@ def load_chat(
     begins: bool = False,
     trust_remote_code: bool = False,
 ) -> Chat:
-    """Tokenizer and template of a model folder; `template` (text of a Jinja file) replaces the
-    folder's own. `begins`: a processor reads it, which begins with what the tokenizer begins with.
+    """Load the tokenizer and template of a model folder; `template` (text of a Jinja file) replaces the folder's.
+    `begins`: the model has a processor, which starts a conversation with the tokenizer's bos token.
     """
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         why = "" if tokenizer.encode("a") else "it has no tokens"
-    except Exception as error:  # whatever a missing or damaged file leads to, by the kind of tokenizer
+    except Exception as error:  # missing or damaged files raise different errors per tokenizer class
         why = str(error).partition("\n")[0]
     if why:
         files = "copy or download its tokenizer files again"
@@ -356,7 +354,7 @@ def load_chat(
 
 
 def _reads_lists(chat: Chat) -> bool:
-    """Some templates lose a text that is no item of a list, or fail at it."""
+    """Whether the template drops, or fails on, content that is text instead of a list of items."""
     try:
         return PROBE not in chat.text_of((_QUESTION, _REPLY), generation=False)
     except ConfigError:

@@ -1,9 +1,8 @@
-"""Mixtures of experts: their routers, and how evenly these use the experts.
+"""Mixtures of experts: their routers, and a loss that balances how often experts are used.
 
-Who multiplies is left to transformers, whose `grouped_mm` is right for training and for decoding:
-tokens are sorted by expert, and each expert that is hit is read once. `batched_mm` copies the
-matrices of an expert for every token that chose it (350 MB each in a Mixtral 8x7B), and `eager`
-asks the host which experts were hit. Knows nothing of training.
+The matrix products are transformers' own. `grouped_mm` suits training and decoding: tokens are sorted by expert, and
+each selected expert is read once. `batched_mm` copies an expert's matrices for every token that chose it (350 MB
+each in a Mixtral 8x7B), and `eager` synchronises with the host to find the selected experts.
 
     with watched(routers(model)) as logits: model(...)
     balance_loss(logits, chosen=2)
@@ -16,23 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MARK = ".experts."  # in the name of every matrix of an expert
+MARK = ".experts."  # occurs in the name of every expert matrix
 
 
 def routers(model: nn.Module) -> list[Any]:
-    """The modules that choose experts, layer by layer; none: the model is no mixture."""
+    """The modules that choose experts, in layer order; empty: the model is not a mixture of experts."""
     found = [module for module in model.modules() if isinstance(getattr(module, "top_k", None), int)]
     return [module for module in found if isinstance(getattr(module, "weight", None), nn.Parameter)]
 
 
 def count(model: nn.Module) -> int:
-    """Numbers in the matrices of all experts."""
+    """Number of parameters in all experts."""
     return sum(p.numel() for name, p in model.named_parameters() if MARK in name)
 
 
 @contextmanager
 def watched(found: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
-    """The logits [tokens, experts] of every forward of these routers, with their gradient."""
+    """Collect the logits [tokens, experts] of every forward of these routers, with gradient."""
     logits: list[Tensor] = []
     hooks = [r.register_forward_hook(lambda _, __, out: logits.append(out[0])) for r in found]
     try:
@@ -43,8 +42,8 @@ def watched(found: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 def balance_loss(logits: Sequence[Tensor], chosen: int) -> Tensor:
-    """experts * sum over experts of (share of tokens that chose it) * (its mean probability), all
-    layers together: `chosen` where all experts are used alike, more where they are not.
+    """experts * sum over experts of (share of tokens that chose it) * (its mean probability), over all layers:
+    equals `chosen` if all experts are used equally, larger otherwise.
     """
     experts = logits[0].shape[-1]
     taken = wanted = torch.zeros(experts, device=logits[0].device)
@@ -58,8 +57,8 @@ def balance_loss(logits: Sequence[Tensor], chosen: int) -> Tensor:
 
 
 def capturable(model: Any) -> bool:
-    """Whether a CUDA graph can hold a forward. The grouped product of data-centre GPUs since Hopper
-    reads on the device how many tokens each expert has; that of others asks the host.
+    """Whether a forward can be captured in a CUDA graph. On data-centre GPUs since Hopper the grouped product reads
+    the number of tokens per expert on the device; elsewhere it synchronises with the host.
     """
     if not routers(model):
         return True

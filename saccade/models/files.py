@@ -1,5 +1,5 @@
-"""Files of weights, judged by their headers: what is missing or cut short; those of a checkpoint by
-the hashes that it stored; config.json, as it is. Makes no tensor.
+"""Checks of weight files without loading tensors: missing or truncated files by their headers, those of a
+checkpoint by the hashes stored with it. Also reads config.json.
 
 >>> header_of(Path("models/half/model.safetensors"))
 'has 100,000 bytes, its header asks for 1,335,968'
@@ -17,20 +17,18 @@ from typing import Any
 
 from saccade.errors import EnvironmentProblem
 
-SERIES_FILE = "series_encoder.safetensors"  # beside the weights, where a model has one
+SERIES_FILE = "series_encoder.safetensors"  # next to the weights, if the model has one
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "copy or download it again"
-BLOCKS, BLOCK = 1024, 1 << 14  # of a file that `fingerprint` reads, and bytes of each
+BLOCKS, BLOCK = 1024, 1 << 14  # blocks that `fingerprint` reads of a file, and bytes per block
 POINTER = b"version "  # how a Git LFS pointer begins
-STATE = "state/"  # of a checkpoint: what only a run that goes on reads
-LISTING = STATE + "files.json"  # in it: size and hash of each file as it was written
-HASHED = 64 << 20  # bytes that a thread hashes
+STATE = "state/"  # folder in a checkpoint that only a resumed run reads
+LISTING = STATE + "files.json"  # size and hash of each file of the checkpoint, as written
+HASHED = 64 << 20  # bytes per hashed block
 
 
 def require_whole(folder: Path) -> None:
-    """Refuse weights that were cut short, before anything is made of them. A folder without any is
-    left to the code that needs some.
-    """
+    """Refuse truncated weight files before they are loaded. A folder without weights passes: see `require_some`."""
     for shard in shards(folder):
         found = header_of(folder / shard)
         if isinstance(found, str):
@@ -38,15 +36,13 @@ def require_whole(folder: Path) -> None:
 
 
 def require_some(folder: Path) -> None:
-    """Refuse a folder that has none, as a download leaves it that was ended early."""
+    """Refuse a folder without weights, such as an interrupted download."""
     if not shards(folder) and not any(folder.glob("*.bin")):
         raise EnvironmentProblem(f"model.path: {folder} has no {SINGLE} or other weights; {AGAIN}")
 
 
 def require_intact(folder: Path) -> None:
-    """Refuse weights of a checkpoint that are not those that it wrote. Other folders say nothing of
-    what they should hold.
-    """
+    """Refuse weights that differ from what the checkpoint wrote. Folders without a listing pass."""
     if changed := damaged(folder, state=False):
         names = ", ".join(str(folder / name) for name in changed)
         hint = f"use another checkpoint, or delete {folder / LISTING} if you changed it yourself"
@@ -54,7 +50,7 @@ def require_intact(folder: Path) -> None:
 
 
 def damaged(folder: Path, *, state: bool = True) -> list[str]:
-    """Files of a checkpoint whose content is not what was written, by hash where it has one."""
+    """Names of checkpoint files whose size, or hash if one is listed, differs from what was written."""
     return [
         name
         for name, entry in (listing(folder) or {}).items()
@@ -69,7 +65,7 @@ def _is_as(entry: Mapping[str, Any], path: Path) -> bool:
 
 
 def listing(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """Size and hash of each file as it was written; None where no checkpoint was finished."""
+    """Size and hash of each file as written; None if the folder holds no finished checkpoint."""
     path = folder / LISTING
     try:
         return json.loads(path.read_bytes())
@@ -81,8 +77,8 @@ def listing(folder: Path) -> dict[str, dict[str, Any]] | None:
 
 
 def checksum(path: Path) -> dict[str, Any]:
-    """The size of a file and the hash of its content; of a large one that of the hashes of its
-    blocks, which several threads read. A file is read once in a process, until it is written again.
+    """The size of a file and the hash of its content. A large file is hashed in blocks by several threads, then the
+    block hashes are hashed. Cached per process until the file changes.
     """
     found = path.stat()
     return _checksum(path.absolute(), found.st_size, found.st_mtime_ns)
@@ -107,7 +103,7 @@ def _hash(path: Path, start: int) -> bytes:
 
 
 def described(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """What a JSON file of a model folder says; nothing where there is none."""
+    """The content of a JSON file of a model folder; empty if there is no such file."""
     file = folder / name
     try:
         found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -121,9 +117,7 @@ def described(folder: Path, name: str = "config.json") -> dict[str, Any]:
 def require_same(
     what: str, own: Iterable[tuple[str, Any]], given: Iterable[tuple[str, Any]], hint: str = "use the same model.path"
 ) -> None:
-    """Compare names and shapes of tensors both ways: one left out or stretched would make another
-    model.
-    """
+    """Refuse tensors whose names or shapes differ from the model's, in either direction."""
     mine, theirs = ({name: tuple(tensor.shape) for name, tensor in pairs} for pairs in (own, given))
     problems = {
         "missing": mine.keys() - theirs.keys(),
@@ -141,7 +135,7 @@ def names_experts(config: Mapping[str, Any]) -> bool:
 
 
 def shards(folder: Path) -> list[str]:
-    """Names of the files of weights that are there or that its index asks for."""
+    """Names of weight files that exist or that the folder's index lists."""
     found = {path.name for path in folder.glob("*.safetensors")}
     if (folder / INDEX).is_file():
         listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))
@@ -150,15 +144,13 @@ def shards(folder: Path) -> list[str]:
 
 
 def stamp(folder: Path) -> list[tuple[str, int, int]]:
-    """Tells weights apart without reading them: names, sizes and times of their files."""
+    """Identifies weights without reading them: names, sizes and modification times of the folder's files."""
     files = sorted(path for path in folder.iterdir() if path.suffix != ".jinja")
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
 
 
 def fingerprint(folder: Path) -> str | None:
-    """Tells weights apart by blocks spread over their files, without reading all of them; None
-    where there are none.
-    """
+    """Identifies weights by a hash of blocks spread over their files; None without weights."""
     found = hashlib.sha256()
     for name in shards(folder):
         path = folder / name

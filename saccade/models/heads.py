@@ -1,14 +1,12 @@
-"""Heads. The language head with what a model does to its logits; and heads that give numbers, as the
-trainer sees them: that of a critic, one number per token, stands where the language head stood; a
-`SavedHead` stands beside it and has a file in the model's folder.
-
-Knows nothing of what the numbers are trained to mean.
+"""Heads: the language head with any scaling or capping of its logits, and heads that output scores. A critic's head
+(one score per token) replaces the language head; a `SavedHead` is added next to it and has its own file in the
+model's folder. What scores are trained to mean is decided elsewhere.
 
     logits = language_head(model)(hidden)
     attach_score(model, seed=0)
     values = read_scores(model.score, hidden[reads])
 
-Legend: R reads, E hidden size.
+Legend: R positions that are read, E hidden size.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +20,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest.interface import decoder_of
 from saccade.system.contents import File, on_host, tensor_file
 
-# What models do to the logits of their head, by the key of their config that says how much; in this order.
+# Changes that models make to the logits of their head, in this order, by the config key that holds the amount.
 LOGIT_CHANGES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "output_multiplier": lambda logits, factor: logits * factor,
     "logit_scale": lambda logits, factor: logits * factor,
@@ -32,13 +30,13 @@ LOGIT_CHANGES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
 
 
 def language_head(model: Any) -> Any:
-    """hidden → logits, as the model's own forward makes them. It has `out_features`."""
+    """Returns a callable hidden → logits that equals the model's own forward and has `out_features`."""
     own = model.get_output_embeddings()
     return _ChangedHead(model, own) if getattr(model, "logit_changes", ()) else own
 
 
 def change_logits(model: Any, logits: Tensor) -> Tensor:
-    """What the model's own forward does to logits of its head: nothing, mostly."""
+    """Apply what the model's own forward does to the logits of its head; usually nothing."""
     return _changed(model, logits, getattr(model, "logit_changes", ()))
 
 
@@ -58,10 +56,9 @@ class _ChangedHead:
 
 @torch.no_grad()
 def find_logit_changes(model: Any) -> Sequence[str]:
-    """The keys of LOGIT_CHANGES that a model applies: none, one, or all that its config has. Found by
-    handing states to its own forward in the place of its decoder; behind its head in float32, for
-    rounding would hide small changes. A change that is no row of the
-    table is refused: engine and trainer would agree on another policy than the one that is deployed.
+    """The keys of LOGIT_CHANGES that a model applies: none, one, or all that its config has. Found by running its own
+    forward with random states in place of its decoder; the head's output is cast to float32, as rounding would hide
+    small changes. Other changes are refused: engine and trainer would agree on a policy that is not the deployed one.
     """
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -69,10 +66,10 @@ def find_logit_changes(model: Any) -> Sequence[str]:
     own, decoder = model.get_output_embeddings(), decoder_of(model)
     states = torch.randn((1, 4, _size(model)), generator=torch.Generator().manual_seed(0))
     states = states.to(model.device, model.dtype)
-    states *= 100 / own(states).abs().max()  # far beyond a soft cap
+    states *= 100 / own(states).abs().max()  # so large that a soft cap shows
     wide = own.register_forward_hook(lambda head, given, logits: logits.float())
     decoder.forward, training = lambda *args, **options: kind(last_hidden_state=states), model.training
-    model.eval()  # in training some ask for more than ids
+    model.eval()  # in training mode some models need more inputs than ids
     try:
         ids = torch.zeros((1, 4), dtype=torch.int64, device=model.device)
         theirs, plain = model(input_ids=ids, use_cache=False).logits, own(states)
@@ -92,15 +89,15 @@ def find_logit_changes(model: Any) -> Sequence[str]:
 
 
 def attach_score(model: nn.Module, *, seed: int) -> None:
-    """Replace the language head by `score`, linear without a bias, from a normal of std 1 / (E + 1).
+    """Replace the language head by `score`: linear, no bias, initialised from a normal of std 1 / (E + 1).
 
-    An embedding that was tied to it stays; otherwise its memory is free.
+    A tied embedding stays; otherwise the head's memory is freed.
     """
     assert not hasattr(model, "score"), "the model has a score head already"
     score = nn.Linear(_size(model), 1, bias=False, device="meta")
     score.weight = drawn(model, 1, seed)
     old = model.get_output_embeddings()  # type: ignore[operator]
-    for owner in [*model.modules()]:  # it may be inside of a part
+    for owner in [*model.modules()]:  # the head may belong to a submodule
         for name in [name for name, part in owner.named_children() if part is old]:
             setattr(owner, name, None)
     model.score = score
@@ -113,7 +110,7 @@ def read_scores(score: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
 
 
 class SavedHead(nn.Module):
-    """`model.score` of a model that is saved without it, and with the blocks above the one it reads."""
+    """`model.score`, saved apart from the model. `above`: the layers after the one it reads, saved with the model."""
 
     def __init__(self, file: str) -> None:
         super().__init__()
@@ -122,7 +119,7 @@ class SavedHead(nn.Module):
 
 @contextmanager
 def without_head(model: nn.Module) -> Iterator[SavedHead | None]:
-    """Inside, the model is whole and has no such head; yields it, or None where there was none."""
+    """Context manager: the model with all its layers and without its SavedHead. Yields that head, or None."""
     head = getattr(model, "score", None)
     if not isinstance(head, SavedHead):
         yield None
@@ -156,8 +153,8 @@ def _text(model: Any) -> Any:
 
 
 def drawn(model: nn.Module, count: int, seed: int) -> nn.Parameter:
-    """[count, E]. In fp32 even on a bf16 model: it costs nothing, and a value is a sum of thousands
-    of products. Drawn on the CPU: a seed is the same head on every device.
+    """A random head weight [count, E]. In fp32 even on a bf16 model: it costs nothing, and a score is a sum of
+    thousands of products. Drawn on the CPU, so a seed gives the same head on every device.
     """
     like, size = next(model.parameters()), _size(model)
     drawn = torch.randn(count, size, generator=torch.Generator().manual_seed(seed)) / (size + 1)

@@ -1,4 +1,4 @@
-"""Weights: a model folder → a module whose attention is ours, with the right parts frozen.
+"""Load a model folder as a module that runs this package's attention, with the configured parts frozen.
 
 model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
 """
@@ -54,9 +54,9 @@ def load_model(
     seed: int = 0,
     by_rows: Any = None,
 ) -> nn.Module:
-    """Refuses a folder whose tensors do not match the architecture, name by name. `options` are
-    more of `from_pretrained`; `seed` draws what no folder holds yet; `by_rows` reads what is divided
-    among processes, so that this one has its rows.
+    """Load a model; refuses a folder whose tensor names or shapes do not match the architecture. `options` go to
+    `from_pretrained`; `seed` initialises a series encoder that the folder does not hold; `by_rows` (`ranks.by_rows`)
+    loads only this rank's rows of each weight.
     """
     import transformers
 
@@ -87,8 +87,8 @@ def load_model(
 
 @torch.no_grad()
 def _require_same_logits(model: Any, family: Family) -> None:
-    """For a decoder of the generic family: engine and trainer would agree on another policy than the
-    one that is deployed.
+    """Refuse a decoder of the generic family whose logits here differ from transformers': engine and trainer would
+    agree on a policy that is not the deployed one.
     """
     ids, what = torch.arange(1, 5, device=model.device), f"{family.path}: a model of type {family.name!r}"
     plan = attention.forest_plan(np.array([0, len(ids)]), np.array([-1]), model.device, model.dtype)
@@ -118,12 +118,11 @@ def hidden_states(
     places: Tensor | None = None,
     features: Tensor | None = None,
 ) -> Tensor:
-    """ids [T], positions [axes, T] → last hidden states [T, E]. One call for every family, text or
-    vision.
+    """ids [T], positions [axes, T] → last hidden states [T, E]. The same call for every family, text or vision.
 
-    `places` are the tokens that stand for media: those of the spans, unless given. `features` are
-    what replaces them, and behind it what is added to them after the first layers, where a family
-    does that: computed from `media` unless given.
+    `places` are the positions of media tokens; default: those of the spans. `features` [media tokens, E or a multiple]
+    replace their embeddings; columns beyond E are added after the first layers (deepstack). Default: computed from
+    `media`.
     """
     options: dict[str, Any] = {"input_ids": ids[None]}
     if media:
@@ -146,7 +145,7 @@ def hidden_states(
 def embedded(
     model: Any, ids: Tensor, places: Tensor, features: Tensor, *, seen: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """What the decoder reads. `seen`: ids that features replace; None: all ids at these places, where no text is."""
+    """Decoder inputs with features in place of embeddings. `seen`: ids to replace; None: all ids at `places`."""
     rows = model.get_input_embeddings()(ids)
     first, *deeper = features.to(rows.dtype).split(rows.shape[-1], dim=1)
     if seen is not None:
@@ -159,7 +158,7 @@ def embedded(
 
 
 def media_inputs(family: Family, media: Sequence[MediaSpan], device: torch.device) -> dict[str, Any]:
-    """What `family.features` reads, on the device."""
+    """The inputs of `family.features`, on the device."""
     return _moved(family.media(media), device)
 
 
@@ -170,9 +169,7 @@ def _moved(made: Any, device: torch.device) -> Any:
 
 
 def freeze(model: nn.Module, family: Family, train: str) -> None:
-    """`full`, or `freeze:` with tower names, prefixes and re:REGEX. A pattern that matches nothing
-    is refused.
-    """
+    """Apply model.train: `full`, or `freeze:` with towers, prefixes and re:REGEX. Unmatched patterns are refused."""
     kind, _, listed = train.partition(":")
     if kind == "full" and not listed:
         return
@@ -186,7 +183,7 @@ def freeze(model: nn.Module, family: Family, train: str) -> None:
 
 
 def matching(option: str, what: str, patterns: str, names: Sequence[str], family: Family) -> list[str]:
-    """The names that one of the patterns matches. One that matches none is refused."""
+    """The names that match any of the patterns. A pattern that matches none is refused."""
     found: set[str] = set()
     for pattern in map(str.strip, patterns.split(",")):
         try:
@@ -210,11 +207,11 @@ def _matches(name: str, pattern: str, family: Family) -> bool:
 
 @contextmanager
 def negated(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
-    """Inside, one matrix of a tower has the other sign, for probes: every sample notices, and to
-    undo it is exact. Its name.
+    """Context manager: one matrix of a tower is negated, to probe whether weight changes take effect. The output
+    changes for every sample, and undoing it is exact. Yields the matrix's name.
     """
     prefixes = family.spec.towers[tower]
-    chosen = -1 if family.reader is None else 0  # of a tower that nobody looked at the last layers may not be read
+    chosen = -1 if family.reader is None else 0  # with a folder's own processor the last layers may be unused
     unread = tuple(f"{name}." for name, m in model.named_modules() if getattr(m, "unread", False))
     name, weight = [
         (name, p)
@@ -234,11 +231,11 @@ def banned_mask(family: Family, device: torch.device) -> Tensor | None:
 
 
 def trainable_table(model: nn.Module, family: Family) -> dict[str, Any]:
-    """Parameters per tower: {tower: (trained, frozen)}."""
+    """Parameter counts per tower: {tower: (trained, frozen)}."""
     table: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         trained, frozen = table.get(family.tower_of(name), (0, 0))
-        whole = getattr(parameter, "quant_state", None) or parameter  # 4-bit weights lie two to a byte
+        whole = getattr(parameter, "quant_state", None) or parameter  # 4-bit weights are packed two per byte
         count, learns = whole.shape.numel(), parameter.requires_grad
         table[family.tower_of(name)] = (trained + count * learns, frozen + count * (not learns))
     return table
@@ -259,7 +256,7 @@ def describe_trained(model: nn.Module, family: Family) -> str:
 
 
 def gpu_peak_gb() -> float | None:
-    """Most GPU memory in use since the last call, in GiB; None without a GPU."""
+    """Peak GPU memory since the last call, in GiB; None without a GPU."""
     if not torch.cuda.is_initialized():
         return None
     peak = torch.cuda.max_memory_allocated() / 2**30

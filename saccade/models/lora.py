@@ -1,8 +1,7 @@
-"""LoRA: adapters of peft inside a model whose own weights stay frozen, in 4 bits if wanted.
+"""LoRA: peft adapters inside a model whose own weights stay frozen, optionally in 4 bits.
 
-The adapters are injected in place, so the module tree stays that of transformers: the trainer, the
-engine and the families run it as they run any other model. What is written is the model with its
-adapters merged in, and the adapters alone in peft's format. Knows nothing of training or runs.
+The adapters are injected in place, so the module tree stays that of transformers: trainer, engine and families run
+it like any other model. Saved are the model with merged adapters, and the adapters alone in peft's format.
 
     add(model, family, LoraConfig(rank=16), seed=0)
     with switched_off(model): ...      # the model as it was
@@ -25,15 +24,15 @@ from saccade.models.load import matching
 from saccade.registry import HOOKS
 from saccade.system.contents import File, on_host, pretrained, tensor_file
 
-FOLDER = "adapter"  # inside a checkpoint; at its root transformers would lay it over merged weights
+FOLDER = "adapter"  # inside a checkpoint; at the root, transformers would apply it to the merged weights
 WEIGHTS = "adapter_model.safetensors"
-NAME = "default"  # peft's name of an adapter that was given none
+NAME = "default"  # peft's default adapter name
 HEAD = "lm_head"
 
 
 def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stored: Path | None = None) -> None:
-    """Give the targets an adapter that changes nothing yet, or the one `stored` in a folder. All
-    other weights are frozen.
+    """Add adapters to the target layers, initially without effect or loaded from the folder `stored`. All other
+    weights are frozen.
     """
     require("peft", "lora")
     import peft
@@ -52,21 +51,21 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
         peft.inject_adapter_in_model(settings, model, adapter_name=NAME)
     assert sorted(names) == sorted(dict(_layers(model))), "peft adapted other layers than asked"
     for _, layer in _layers(model):
-        # As wide as the model, also over 4-bit weights: products in fp32 would be many times
-        # slower. Small updates are kept by the optimizer's fp32 masters.
+        # In the model's dtype, also over 4-bit weights: products in fp32 would be many times slower.
+        # The optimizer's fp32 master weights preserve small updates.
         layer.lora_A.to(dtype)
         layer.lora_B.to(dtype)
     if stored is not None:
         _read(model, stored)
     whole: Any = model
-    if getattr(model, "hf_quantizer", None) is not None:  # what is written holds whole weights again
+    if getattr(model, "hf_quantizer", None) is not None:  # saved weights are not quantised
         whole.hf_quantizer = None
         del whole.config.quantization_config
 
 
 @contextmanager
 def _names_as_they_are() -> Iterator[None]:
-    """peft takes linear layers of mixtures (first layers, shared experts) for experts as transformers 4 named them."""
+    """Turn off a renaming in which peft takes linear layers of mixtures for the experts of transformers 4."""
     from peft.utils import transformers_weight_conversion as peft_names
 
     own = peft_names.convert_peft_config_for_transformers
@@ -80,13 +79,13 @@ def _names_as_they_are() -> Iterator[None]:
 def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[str]:
     """The linear layers that get an adapter. A pattern that matches none is refused."""
     whole: Any = model
-    head = whole.get_output_embeddings()  # it may be tied to the embedding, and log-probs are read from its weight
+    head = whole.get_output_embeddings()  # may be tied; log-probs are computed from its weight
     linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
-        if family.tower_of(name) != "series"  # small enough whole
-        if not type(module).__module__.startswith("transformers.")  # routers that give more than a product
+        if family.tower_of(name) != "series"  # small enough to be trained in full
+        if not type(module).__module__.startswith("transformers.")  # such as routers, which return more than a product
     ]
     if config.vision and "vision" not in family.spec.towers:
         raise ConfigError(f"model.lora.vision: a {family.name} has no vision tower; remove it, or use a vision model")
@@ -104,14 +103,14 @@ def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[s
 
 
 def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` wants to hear so that the linear layers of the language model are kept
-    as nf4, computed in `dtype`. Head and vision tower are small and stay as they are.
+    """Options of `from_pretrained` that store the language model's linear layers as nf4 and compute in `dtype`. Head
+    and vision tower are small and are not quantised.
     """
     require("bitsandbytes", "qlora")
     from bitsandbytes.nn import modules
     from transformers import BitsAndBytesConfig
 
-    # Some CPUs would repack weights in the first forward without gradients, in bf16, and then train on these.
+    # On some CPUs the first forward without gradients would repack weights, in bf16, and training would use those.
     modules.has_avx512bf16 = lambda: False
     towers = family.spec.towers.items()
     others = [p.rstrip(".") for tower, prefixes in towers if tower != "llm" for p in prefixes]
@@ -120,7 +119,7 @@ def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[s
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=[HEAD, *others],  # of 4-bit layers too, whatever its name says
+        llm_int8_skip_modules=[HEAD, *others],  # applies to 4-bit layers, too, despite its name
     )
     return {"quantization_config": quantization, "device_map": {"": device}}
 
@@ -148,9 +147,8 @@ def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of the model without adapters: each adapter is added to its weight, 4-bit
-    weights are unpacked, sharded ones gathered by all processes that hold a part. One at a time, so
-    that no second model is in memory.
+    """Yields the model's parameters with the adapters merged in: 4-bit weights are dequantised, sharded ones gathered
+    (a collective of all ranks that hold a shard). One at a time, so that no second copy of the model is in memory.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
     for name, parameter in _without_adapters(model):
@@ -161,7 +159,7 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...], int]]:
-    """Name, shape and bytes of each that `merged` gives, which is not computed for that."""
+    """Name, shape and bytes of each parameter of `merged`, without computing it."""
     for name, parameter in _without_adapters(model):
         whole = getattr(parameter, "quant_state", None) or parameter
         yield name.replace(".base_layer.", "."), tuple(whole.shape), whole.shape.numel() * whole.dtype.itemsize
@@ -192,7 +190,7 @@ def _unpacked(parameter: nn.Parameter) -> Tensor:
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """The model computes as if it had no adapters."""
+    """Context manager: the model computes without its adapters."""
     for _, layer in _layers(model):
         layer.enable_adapters(False)
     try:
@@ -204,7 +202,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def swapped_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """The model computes with other weights in its adapters."""
+    """Context manager: the model computes with these adapter weights."""
     mine = copied(model)
     _write(model, tensors)
     try:
@@ -237,9 +235,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def files(model: Any, *, copy: bool = False) -> list[File]:
-    """The merged model as a Hugging Face folder, and in `adapter/` what peft loads over the base
-    model.
-    """
+    """The merged model as a Hugging Face folder, and in `adapter/` the adapters in peft's format."""
     state = whole_state(model, copy=copy)
     tensors = {name: on_host(p, copy=copy) for name, p in adapters(model).items()}
     return [
@@ -250,7 +246,7 @@ def files(model: Any, *, copy: bool = False) -> list[File]:
 
 
 def whole_state(model: nn.Module, *, copy: bool) -> dict[str, Tensor]:
-    """What a model without adapters would store, in main memory."""
+    """The state dict of the merged model, in main memory."""
     buffers = dict(model.named_buffers())
     state = {name: on_host(buffer, copy=copy) for name, buffer in model.state_dict().items() if name in buffers}
     return state | {name: on_host(weight, copy=copy) for name, weight in merged(model)}

@@ -1,8 +1,7 @@
-"""What differs between model families, as small bundles of functions in one table.
+"""Everything that differs between model families, as a table of small bundles of functions.
 
-A `Family` is bound to one model folder: it renders messages, measures and processes media, gives
-positions, and says which ids may never be sampled. The rest of the system asks it and never looks
-at a model type.
+A `Family` is bound to one model folder: it renders messages, measures and processes media, computes position ids, and
+says which ids may never be sampled. The rest of the system uses it and never checks a model type.
 
     family = load_family("path/to/Qwen2.5-VL-3B-Instruct")
     family.render(messages).ids
@@ -33,31 +32,31 @@ PLACEHOLDER_TOKENS = (
     *("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>", "<|IMAGE|>", "<|VIDEO|>", "<|vision_bos|>", "<|vision_eos|>"),
     *("<img>", "</img>", "<IMG_CONTEXT>", "<image>", "<video>"),
 )
-SEEING = ("fuyu",)  # types whose config names no tower
+SEEING = ("fuyu",)  # vision model types whose config has no vision section
 NO_PIXELS = ImageCache(0, make=lambda media: np.empty(0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec:
-    """One row of the table: what a family is, before a model folder is known."""
+    """One row of the table: a family that is not bound to a model folder yet."""
 
-    auto_class: str  # of transformers
+    auto_class: str  # class name in transformers
     towers: Mapping[str, tuple[str, ...]]  # name → prefixes of its parameters
-    # (config.json, settings of the processor) → fields of `Family`; those of text are the defaults
+    # (config.json, processor settings) → fields of `Family`; the defaults are those of text models
     bind: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = lambda config, processor: {}
     placeholders: tuple[str, ...] = ()  # config keys of ids that are never sampled
     media_tokens: Mapping[str, str] = field(default_factory=dict)  # kind of media → config key of
-    # the id that is expanded
-    brackets: tuple[str, str] | None = None  # tokens around an image that no template writes
-    whole: bool = True  # an image is seen in one piece at a multiple of the unit; False: in squares
-    segments: bool = False  # its towers hand the boundaries of their segments to our attention
+    # its placeholder id
+    brackets: tuple[str, str] | None = None  # tokens around an image that templates do not write
+    whole: bool = True  # an image is one piece with sides that are multiples of the unit; False: square tiles
+    segments: bool = False  # its towers pass segment boundaries (cu_seqlens) to our attention
     prepare: Callable[[Any], None] = lambda model: None
-    # (Family, whether code of its folder may be run) → the Family of a folder that has more to say
+    # (Family, trust_remote_code) → the Family, completed from further files of its folder
     finish: Callable[[Any, bool], Any] = lambda family, trusted: family
-    # (model, Family): refuses a model that computes something else here
+    # (model, Family): refuses a model that computes something else here than in transformers
     prove: Callable[[Any, Any], None] | None = None
-    section: str = ""  # of config.json: what is loaded of a folder with more than one model
-    beside: tuple[str, ...] = ()  # prefixes of the tensors of the others
+    section: str = ""  # of config.json: the model to load from a folder with several
+    beside: tuple[str, ...] = ()  # tensor name prefixes of the models that are not loaded
 
     @property
     def image_token(self) -> str | None:
@@ -65,7 +64,7 @@ class FamilySpec:
 
 
 def refuse_noise(model: Any) -> None:
-    """Random routes in training would be those of another policy than the one that answered."""
+    """Refuse router noise: in training it would route tokens differently from the policy that sampled them."""
     if noise := getattr(model.config, "router_jitter_noise", 0.0):
         what = f"router_jitter_noise={noise:g} in the model's config.json"
         raise EnvironmentProblem(f"{what} makes experts random in training; set it to 0")
@@ -111,36 +110,36 @@ class Family:
     vocabulary: int
     banned: np.ndarray  # [vocabulary] bool: never sampled, masked in the trainer's softmax
     max_positions: int
-    axes: int = 1  # of position ids
+    axes: int = 1  # number of axes of position ids
     measure: Callable[[Media], tuple[Grid, int]] = _unused
     positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray] = text_positions
-    picture: Callable[[Media], np.ndarray] = _unused  # [height, width, 3] bytes, as large as it is
-    # seen; of a video [frames, height, width, 3]
-    untouched: Callable[[int, int], Mapping[str, int]] = lambda tokens, pixels: {}  # (most tokens,
-    # most pixels) → `size` of the model's processor with which it leaves such images as they are
-    cache: Callable[[Media], ImageCache] = lambda media: NO_PIXELS  # makes and keeps what the model reads of it
-    media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]] = _unused  # what `features` reads, on the host
+    picture: Callable[[Media], np.ndarray] = _unused  # uint8 [height, width, 3], resized
+    # for the model; of a video [frames, height, width, 3]
+    untouched: Callable[[int, int], Mapping[str, int]] = lambda tokens, pixels: {}  # (max tokens,
+    # max pixels) → `size` setting of the model's processor with which it does not resize images up to these limits
+    cache: Callable[[Media], ImageCache] = lambda media: NO_PIXELS  # computes and caches its model inputs
+    media: Callable[[Sequence[MediaSpan]], Mapping[str, Any]] = _unused  # inputs of `features`, on the host
     features: Callable[[Any, Mapping[str, Any]], Any] = _unused  # (model, media) → [media tokens,
-    # hidden], or a multiple of hidden: what the first decoder layers add follows
-    embed: Callable[..., dict[str, Any]] | None = None  # (model, ids, places, features) → what its decoder reads;
-    # None: ids are embedded, and features put in their places
+    # hidden], or a multiple of hidden: further columns are added in the first decoder layers (deepstack)
+    embed: Callable[..., dict[str, Any]] | None = None  # (model, ids, places, features) → decoder inputs;
+    # None: embed the ids and replace those at `places` by the features
     vision: Callable[..., Mapping[str, Any]] = lambda spans, device, dtype: {}  # arguments of transformers' forward
-    unit: int = 1  # pixels of a side that are seen as one token
+    unit: int = 1  # side in pixels of the square behind one token
     budget: Callable[[int, int], Mapping[str, Any]] = lambda low, high: {}  # (min_pixels,
-    # max_pixels) → settings of the model's processor that show as much of an image
-    shown: Mapping[str, Any] = field(default_factory=dict)  # those of the run, for what it saves
-    blocks: str = ""  # the tokens of a picture or a video see each other both ways in "all" layers, in those with
-    # "windows", or in none
-    reader: Any = None  # of a folder's own processor, where that is used
-    series: SeriesConfig | None = None  # of the encoder that was plugged in, if there is one
+    # max_pixels) → settings of the model's processor for the same pixel budget
+    shown: Mapping[str, Any] = field(default_factory=dict)  # those of this run, stored with its checkpoints
+    blocks: str = ""  # layers in which the tokens of an image or video attend to each other in both directions:
+    # "all", "windows" (sliding-window layers) or none ("")
+    reader: Any = None  # wraps the folder's own processor, if that is used
+    series: SeriesConfig | None = None  # options of the attached series encoder, if any
 
     def __post_init__(self) -> None:
-        # A prompt is rendered once however often its sample comes round.
+        # Cached, so a prompt is rendered once however often its sample recurs.
         cached = lru_cache(maxsize=16_384)(lambda m: self.chat.render(m, self.measure, generation=True))
         object.__setattr__(self, "_render", cached)
 
     def render(self, messages: Sequence[Message]) -> Rendered:
-        """The prompt of a generation."""
+        """Render the prompt of a generation; cached."""
         return self._render(tuple(messages))  # type: ignore[attr-defined]
 
     def render_dialogue(self, messages: Sequence[Message]) -> Rendered:
@@ -150,7 +149,7 @@ class Family:
         return self.chat.render_continuation(messages, self.measure, last_id=last_id)
 
     def prefetch(self, media: Iterable[Media]) -> None:
-        """Begin to make what the model reads of them. What fails now fails again for who asks."""
+        """Compute model inputs of media in background threads. Errors are raised again when the result is used."""
         for one in media:
             in_background(self.cache(one).get, one)
 
@@ -159,7 +158,7 @@ class Family:
 
     @property
     def size_unit(self) -> int | None:
-        """What the sides of an image are a multiple of as it is seen; None: it has no one size."""
+        """Sides of a resized image are multiples of this; None: images are tiled and have no single size."""
         return self.unit if self.spec.whole else None
 
     def tower_of(self, parameter: str) -> str:
@@ -182,7 +181,7 @@ def load_family(
     chat = load_chat(
         path,
         placeholders={kind: config[k] for kind, k in spec.media_tokens.items() if k in config},
-        # Older folders keep the template that knows images beside a tokenizer whose template knows text only.
+        # In older folders this file's template supports images, while the tokenizer's is text-only.
         template=chat_template or described(Path(path), "chat_template.json").get("chat_template"),
         brackets=spec.brackets,
         begins=bool(spec.media_tokens),
@@ -217,29 +216,29 @@ def load_family(
 
 
 def max_positions(config: Mapping[str, Any]) -> int:
-    """The longest row whose positions do not depend on the rows beside it. LongRoPE and dynamic
-    RoPE switch to other frequencies for a whole batch once its longest row exceeds the length of
-    pretraining: LongRoPE names it, for dynamic RoPE it is `max_position_embeddings`.
+    """The longest row whose position embeddings do not depend on other rows of the batch. LongRoPE and dynamic RoPE
+    change frequencies for a whole batch once its longest row exceeds the pretraining length, which is
+    `original_max_position_embeddings` for LongRoPE and `max_position_embeddings` for dynamic RoPE.
     """
     longest = [int(config.get("max_position_embeddings", 1 << 30))]
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     by_layer_type = [part for part in rope.values() if isinstance(part, Mapping)]
     for part in by_layer_type or [rope]:
-        if "long_factor" in part:  # by whatever name: Phi-3 files say longrope, su or yarn
+        if "long_factor" in part:  # LongRoPE, under any name: Phi-3 files say longrope, su or yarn
             longest += [o for c in (config, part) if (o := c.get("original_max_position_embeddings"))]
-    if config.get("attn_temperature_tuning"):  # it begins there, and transformers counts rows of a batch together
+    if config.get("attn_temperature_tuning"):  # tuning begins there, and transformers counts places across packed rows
         longest.append(config["floor_scale"] - 1)
     return min(longest)
 
 
 def generic_spec(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
-    """Any text decoder runs through the generic text family, any that sees through that of a plugin, which proves it;
-    one that is neither would lose its media.
+    """The spec of a model type without a row: text decoders use the generic text family, vision models that of a
+    plugin, which verifies them. Others are refused, as their media would be lost.
     """
     modalities = [key for key in config if key.endswith("_config") and key != "text_config"]
     if any(key.startswith(("vision", "vq", "image")) for key in modalities) or name in SEEING:
         return HOOKS["any_family"]
-    if "thinker_config" in modalities:  # one that speaks, too
+    if "thinker_config" in modalities:  # a model that also outputs speech
         return replace(HOOKS["any_family"], section="thinker_config")
     if not name or any(key.startswith(("audio", "speech")) for key in modalities):
         other = f"use one of {', '.join(FAMILIES)}"
@@ -253,7 +252,7 @@ def generic_spec(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
 
 
 def _processor_settings(folder: Path) -> dict[str, Any]:
-    """The settings for images and sounds: a file, in newer folders parts of that of the whole processor."""
+    """Settings for images and audio: a file or, in newer folders, sections of processor_config.json."""
     settings, whole = (described(folder, f"{name}_config.json") for name in ("preprocessor", "processor"))
     return settings | (whole.get("feature_extractor") or {}) | (whole.get("image_processor") or {})
 

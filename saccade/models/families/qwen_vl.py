@@ -1,9 +1,9 @@
-"""Qwen2-VL and Qwen2.5-VL: grids of patches, three position axes, one placeholder token per merged
-patch. Two frames of a video are one layer of its grid; an image is a layer of its own.
+"""Qwen2-VL and Qwen2.5-VL: patch grids, three position axes, one placeholder token per merged patch. Two video frames
+form one temporal layer of the grid; an image is one layer.
 
-A medium becomes patches once per (content, pixel budget): they are kept as bytes and normalised on
-the device, so the engine and the trainer read the same pixels. Legend: P patch side, M merge side,
-N patches, F frames in a patch (of an image 1, which is seen F times).
+Patches are computed once per (content, pixel budget), cached as bytes and normalised on the device, so engine and
+trainer read the same pixels. Legend: P patch side, M merge side, N patches, F frames per patch (1 for an image, which
+`pixels` repeats).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-# Kept in memory: about 1,700 images of a megapixel, or every image of a small task.
+# Size of the patch cache: about 1,700 images of a megapixel, or every image of a small task.
 CACHE_BYTES = 2 << 30
-Clock = Callable[[np.ndarray, float], np.ndarray]  # (layers, frames per second) → places in time
+Clock = Callable[[np.ndarray, float], np.ndarray]  # (temporal layers, frames per second) → temporal positions
 
 
 def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -42,7 +42,7 @@ def bind(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Mapping[str
         "picture": tower.picture,
         "untouched": lambda tokens, most: _edges(area, min(tokens * area, most)),
         "cache": lambda media: tower.kept,
-        # Older versions of transformers have the last two.
+        # Older versions of transformers read the last two.
         "budget": lambda low, high: {"size": _edges(low, high), "min_pixels": low, "max_pixels": high},
         "media": tower.host_media,
         "features": tower.features,
@@ -56,33 +56,33 @@ def _edges(least: int, most: int) -> dict[str, int]:
 
 
 class Tower:
-    """How the vision tower of one model reads images, and the patches that were made for it."""
+    """Preprocessing for the vision tower of one model, with a cache of patches."""
 
     def __init__(self, vision: Mapping[str, Any], processor: Mapping[str, Any]) -> None:
         self.patch, self.merge = int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2))
         self.frames, self.unit = int(vision.get("temporal_patch_size", 2)), self.patch * self.merge
-        self.newer = "fullatt_block_indexes" in vision  # Qwen2.5-VL: windows, and positions by the clock
+        self.newer = "fullatt_block_indexes" in vision  # Qwen2.5-VL: window attention, temporal positions in real time
         self.window, self.pace = vision.get("window_size", 112), self.frames * vision.get("tokens_per_second", 4)
-        self.table = vision.get("num_position_embeddings")  # Qwen3-VL: learned places of a square
+        self.table = vision.get("num_position_embeddings")  # Qwen3-VL: learned positions of a square grid
         self.mean, self.std = tuple(processor.get("image_mean", CLIP_MEAN)), tuple(processor.get("image_std", CLIP_STD))
-        # Made by a copy, which has no cache: a circle of references would keep old patches in memory.
+        # `make` is bound to a copy without a cache: a reference cycle would keep old patches in memory.
         self.kept = ImageCache(CACHE_BYTES, make=copy(self).patches)
 
     def measure(self, media: Media) -> tuple[tuple[int, int, int], int]:
-        """Grid and placeholder count from the header alone."""
+        """Grid and number of placeholder tokens, without decoding the image."""
         budget = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
         height, width = resized_size(media.width, media.height, unit=self.unit, **budget)
         layers = max(1, len(media.frames) // self.frames)
         return (layers, height // self.patch, width // self.patch), layers * height * width // self.unit**2
 
     def picture(self, media: Media) -> np.ndarray:
-        """[rows · P, columns · P, 3] uint8; of a video one for each frame."""
+        """uint8 [rows · P, columns · P, 3]; of a video with a leading frame axis."""
         _, rows, columns = self.measure(media)[0]
         resize = partial(resized, size=(columns * self.patch, rows * self.patch))
         return KINDS["video"].decode(media, resize) if media.kind == "video" else resize(DECODED.get(media))
 
     def patches(self, media: Media) -> np.ndarray:
-        """[N, 3, F, P, P] uint8 in the order of the tower: layers, in them merge blocks row by row,
+        """uint8 [N, 3, F, P, P] in the order of the tower: by temporal layer, then merge blocks row by row, then
         patches row by row inside a block.
         """
         pixels, side, merge = self.picture(media), self.patch, self.merge
@@ -93,7 +93,7 @@ class Tower:
         return ordered.reshape(-1, 3, inside, side, side)
 
     def all_patches(self, spans: Sequence[MediaSpan]) -> Tensor:
-        """[N, 3, F, P, P]. Images beside a video are repeated here, else on the device."""
+        """[N, 3, F, P, P]. In a batch with videos, images are repeated F times here, otherwise on the device."""
         import torch
 
         made = self.kept.get_all([span.media for span in spans])
@@ -102,7 +102,7 @@ class Tower:
         return torch.from_numpy(np.concatenate(same))
 
     def clock(self, layers: np.ndarray, fps: float) -> np.ndarray:
-        return layers.astype(np.float32) * np.float32(self.pace / fps)  # in the precision of transformers
+        return layers.astype(np.float32) * np.float32(self.pace / fps)  # fp32, as in transformers
 
     def pixels(self, flat: Tensor, dtype: torch.dtype) -> Tensor:
         """[N, 3, F, P, P] bytes → [N, 3·frames·P·P] normalised."""
@@ -110,8 +110,8 @@ class Tower:
         return values.reshape(len(flat), -1).to(dtype)
 
     def host_media(self, spans: Sequence[MediaSpan]) -> Mapping[str, Any]:
-        """Patches, and what the tower would otherwise read back from the device to find its windows
-        and segments: tensors on the host, and numbers.
+        """Patches, and the window and segment indices that the tower would otherwise compute with a device-to-host
+        sync: host tensors and numbers.
         """
         import torch
         from transformers import vision_utils
@@ -138,8 +138,8 @@ class Tower:
         return made
 
     def features(self, model: Any, media: Mapping[str, Any]) -> Tensor:
-        """[media tokens, hidden size] of what `host_media` made, once it is on the model's device; of
-        Qwen3-VL what the first decoder layers add stands behind it in each row.
+        """Features [media tokens, hidden size] of the output of `host_media`, moved to the model's device. For
+        Qwen3-VL each row is followed by the deepstack features that the first decoder layers add.
         """
         import torch
 
@@ -150,8 +150,8 @@ class Tower:
         return torch.cat([output.pooler_output, *deeper], 1) if deeper else output.pooler_output
 
     def arguments(self, spans: Sequence[MediaSpan], device: torch.device, dtype: torch.dtype) -> Mapping[str, Any]:
-        """Pixels and grids [media, 3] of transformers' own forward, of images and of videos; nothing
-        for a batch of text.
+        """Pixel and grid [media, 3] arguments of transformers' own forward, for images and videos; empty for a
+        batch of text.
         """
         import torch
 
@@ -168,9 +168,9 @@ class Tower:
 
 
 def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: Clock | None) -> np.ndarray:
-    """[3, length] M-RoPE: text and sound count on all axes at once, an image on (time, row,
-    column) from where it starts, and text goes on behind the largest of them. `clock` says where in
-    time layers of a video are; None: one step apart.
+    """M-RoPE positions [3, length]: text and audio advance all axes together, an image or video counts (time, row,
+    column) from its start, and the next text continues after the largest of them. `clock` gives the temporal positions
+    of video layers; None: one step apart.
     """
     result = np.empty((3, length), dtype=np.int64)
     token, place = 0, 0
@@ -191,9 +191,7 @@ def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: C
 
 
 def patch_embedding_as_matrix(model: Any) -> None:
-    """A convolution whose stride is its kernel is one matrix product, and several times slower as a
-    Conv3d.
-    """
+    """Run the patch embedding (stride = kernel size) as one matrix product, several times faster than Conv3d."""
     import torch
 
     class PatchMatrix(torch.nn.Conv3d):
@@ -204,18 +202,18 @@ def patch_embedding_as_matrix(model: Any) -> None:
     model.base_model.visual.patch_embed.proj.__class__ = PatchMatrix
 
 
-# -- what other families do alike with images -----------------------------------------------------
+# -- shared with other families --------------------------------------------------------------------
 
 
 def resized(pixels: np.ndarray, *, size: tuple[int, int]) -> np.ndarray:
-    """[height, width, 3] bytes of a (width, height)."""
+    """Resize uint8 pixels [height, width, 3] to `size` (width, height)."""
     if pixels.shape[1::-1] == size:
         return pixels
     return np.asarray(Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC))
 
 
 def normalised(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """[N, 3, …] bytes → as many numbers around 0."""
+    """uint8 [N, 3, …] → fp32 of the same shape, normalised."""
     shape = (1, 3, *[1] * (pixels.ndim - 2))
     centre, spread = (_constants(values, pixels.device).view(shape) for values in (mean, std))
     return (pixels.float() * (1 / 255) - centre) / spread
@@ -223,7 +221,7 @@ def normalised(pixels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) 
 
 @cache
 def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """On the device once: to copy them is to wait for it."""
+    """Constants on the device, cached: each copy would wait for the device."""
     import torch
 
     return torch.tensor(values, device=device)
