@@ -1,9 +1,8 @@
-"""Conversations of a row: roles, content items, and where each medium stands in the text.
+"""Conversations of a row: roles, content items, and the place of each medium in the text.
 
-A piece is text or a `Picture` (the source of any medium, not opened yet).
-Placeholders `<image>` and `<image2>` take the row's images in order or by number; `\\<image>` is
-plain text. `<video>`, `<audio>` and `<series>` do the same where the row has such media. Knows
-nothing of columns, files or pixels.
+A piece is text or a `Picture` (the source of any medium, not opened yet). Placeholders `<image>` and `<image2>` are
+replaced by the row's images in order or by number; `\\<image>` is plain text. `<video>`, `<audio>` and `<series>` work
+alike if the row has such media. Columns, files and pixels are handled elsewhere.
 
     >>> arrange(read_chat("<image>How many?"), [Picture.of("a.png")], prepend=True)[0][1][1]
     'How many?'
@@ -38,7 +37,7 @@ class RowError(ValueError):
 
 
 class Picture(NamedTuple):
-    """A source, the kind of medium, and what the row says of how it is shown: a pixel budget, frames."""
+    """A media source, its kind, and the row's options for it, such as a pixel budget or frames."""
 
     source: Any
     kind: str
@@ -60,7 +59,7 @@ class Picture(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A place for one of the row's media of its kind; number 0 takes the next one."""
+    """A placeholder for one of the row's media of its kind; number 0: the next one."""
 
     number: int = 0
     kind: str = "image"
@@ -78,7 +77,7 @@ def parse_json(text: str, what: str) -> Any:
 
 
 def escape(text: str) -> str:
-    """Text as a row must write it to be read back as it is."""
+    """Escape placeholders, so that the text is read back unchanged."""
     return PLACEHOLDER.sub(lambda found: "\\" + found[0], text)
 
 
@@ -86,7 +85,7 @@ def escape(text: str) -> str:
 
 
 def read_chat(prompt: Any) -> Turns:
-    """A question, a list of messages, or JSON text of such a list."""
+    """Read a question, a list of messages, or JSON text of such a list."""
     prompt = _unpacked(prompt)
     if isinstance(prompt, str):
         return [("user", [prompt])]
@@ -99,7 +98,7 @@ def read_chat(prompt: Any) -> Turns:
 
 
 def read_reply(reply: Any) -> Turns:
-    """What an assistant answers: text, content items, or messages (also as JSON text)."""
+    """Read an assistant's reply: text, content items, or messages (also as JSON text)."""
     reply = _unpacked(reply)
     items = reply if isinstance(reply, list | tuple) else [reply]
     if not items or any(item is None for item in items):
@@ -157,13 +156,13 @@ def _short(value: Any) -> str:
 
 
 def arrange(turns: Turns, pictures: Sequence[Picture], *, prepend: bool, columns: Collection[str] = ()) -> Turns:
-    """Placeholders become the row's media; without any, they open the first user turn. `columns`:
-    kinds of media that the row has a column for, be it empty.
+    """Replace placeholders by the row's media; without placeholders, the media are put first in the first user turn
+    (`prepend`). `columns`: kinds of media for which the row has a column, even an empty one.
     """
     placed = any(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
     given = {picture.kind for picture in pictures}
-    # Where the chat itself places its images, a placeholder in the text is something that the
-    # author talks about; so are marks of media that the row does not have.
+    # If the chat itself places its images, a placeholder in the text is literal text; so is one of a
+    # kind of media that the row does not have.
     marks = given if placed else {*given, *columns, "image"}
     turns = [(role, _split(pieces, marks)) for role, pieces in turns]
     slots = [piece for _, pieces in turns for piece in pieces if isinstance(piece, Slot)]

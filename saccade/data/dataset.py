@@ -14,7 +14,7 @@ from saccade.config import DataConfig
 from saccade.errors import DataError
 from saccade.types import Sample
 
-ROTATION_OF = "rotation_of"  # a column of rows that ask the same with their options in another order
+ROTATION_OF = "rotation_of"  # a column of rows that repeat a question with its options in another order
 PROMPT_LIMIT = "data.max_prompt_tokens"
 POSITIONS = "the model's own limit of length"
 
@@ -48,34 +48,34 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Samples in file order, source after source, with what a manifest wants to know."""
+    """Samples in file order, source by source, with the facts for the manifest."""
 
     samples: tuple[Sample, ...]
     parts: tuple[Part, ...]
     quarantined: tuple[BadRow, ...] = ()
     overlong: tuple[BadRow, ...] = ()
-    left_out: tuple[BadRow, ...] = ()  # good rows that teach nothing
+    left_out: tuple[BadRow, ...] = ()  # usable rows left out on purpose (see `keep`)
     limit: str = PROMPT_LIMIT  # what overlong rows exceed, with its value
     shortened: int = 0
-    filtered: int = 0  # rows that their mapping leaves out
+    filtered: int = 0  # rows that a mapping left out
     lengths: tuple[int, ...] = ()  # tokens of each sample, where a length function was given
     duplicate_ids: tuple[str, ...] = ()  # repeats got a suffix: id, id#2, id#3
-    renamed: int = 0  # rows that got one
+    renamed: int = 0  # rows that got a suffix
     media_kinds: Mapping[str, int] = field(default_factory=dict)
     row_numbers: tuple[int, ...] = ()  # of each sample in its source, from 1
     hash: str = ""
-    contents: frozenset[str] = frozenset()  # hashes of rows as read, whatever they are called
+    contents: frozenset[str] = frozenset()  # hashes of rows as read, without their ids
 
     def __len__(self) -> int:
         return len(self.samples)
 
     @property
     def aside(self) -> tuple[BadRow, ...]:
-        """Every row of the files that is not among the samples, but for those of a mapping."""
+        """Every excluded row, except those that a mapping left out."""
         return (*self.quarantined, *self.overlong, *self.left_out)
 
     def row_of(self, id: str, reason: str) -> BadRow:
-        """The sample of that id as a row to exclude."""
+        """The BadRow for excluding the sample of that id."""
         index = next(n for n, sample in enumerate(self.samples) if sample.id == id)
         part = next(part for part in self.parts if part.start <= index < part.stop)
         return BadRow(id=id, source=part.name, row=self.row_numbers[index], reason=reason)
@@ -108,7 +108,7 @@ class Dataset:
 
 
 def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
-    """Without the samples that it gives a reason against; they are neither bad nor overlong."""
+    """Remove samples for which `unwanted` returns a reason; they are listed in `left_out`."""
     reasons = [unwanted(sample) for sample in dataset.samples]
     flags = [reason is None for reason in reasons]
     before = [0, *accumulate(flags)]
@@ -132,7 +132,7 @@ def refuse_first(row: BadRow, config: DataConfig) -> None:
 def too_many(
     bad: Sequence[BadRow], rows: int, paths: Sequence[str], config: DataConfig, *, none_left: bool, ours: bool = True
 ) -> str:
-    """`paths`: where they are from; `ours`: `check-data` reads such rows."""
+    """The message about too many bad rows. `paths`: their sources; `ours`: `check-data` can read such rows."""
     splits = {"data.train: ": config.train, "data.val: ": config.val}
     where = next((key for key, listed in splits.items() if {source.path for source in listed}.issuperset(paths)), "")
     examples = "\n".join(f"  {problem}" for problem in bad[:5])

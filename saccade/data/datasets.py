@@ -1,8 +1,7 @@
-"""Rows of all sources as one data set, with what was excluded and why.
+"""Load the rows of all sources as one data set, and record which rows were excluded and why.
 
-Reads headers, not pixels. A bad row is quarantined with its id and reason, never replaced; too
-many of them stop the run. How long a prompt is depends on the model, so the caller passes the
-function that counts tokens.
+Reads image headers, not pixels. A bad row is quarantined with its id and reason, never replaced; too many of them
+stop the run. Prompt lengths depend on the model, so the caller passes the function that counts tokens.
 
     >>> data = load([DataSource(path="train.jsonl")], DataConfig(), length=count_tokens)
     >>> print(data.summary)
@@ -37,10 +36,10 @@ __all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
 
 DETECTION_ROWS = 100
 FILE_NAME = re.compile(r".+\.\w{2,5}")
-LONGEST_NAME = 1024  # of a file; longer text is the file itself
+LONGEST_NAME = 1024  # longest file name; longer text is the file's content
 # By data.overlong: (sample, function that counts tokens, limit) → a sample that fits, or None.
 POLICIES: Table[Callable[..., Sample | None]] = Table("overlong", {"drop": lambda sample, length, limit: None})
-# Called as (path, first rows, format, data.keys) for a set of which no medium is read; they raise DataError.
+# Called as (path, first rows, format, data.keys) for a set in which no media were found; they raise DataError.
 SET_CHECKS: Table[Callable[..., None]] = Table("set_checks", {})
 
 
@@ -53,11 +52,10 @@ def load(
     limit: str = PROMPT_LIMIT,
     marks: Collection[str] = (),
 ) -> Dataset:
-    """Read the sources. `length` counts tokens; prompts over the limit follow `config.overlong`.
-    `change` turns rows of another layout into rows of a supported format. `limit` names the option
-    that max_prompt_tokens stands for, where a command has another one; its `length` then refuses rows
-    that others take. `marks`: kinds of media that the model is there for, whose placeholder is
-    never plain text.
+    """Read the sources. `length` counts tokens; prompts over the limit follow `config.overlong`. `change` converts
+    rows of another layout to a supported format. `limit` is the name of the option behind max_prompt_tokens, for
+    commands with another one, whose `length` may refuse rows that others accept. `marks`: kinds of media whose
+    placeholder is never plain text, as the model is made for them.
     """
     unweighted = [source.path for source in sources if source.weight is None]
     if 0 < len(unweighted) < len(sources):
@@ -95,7 +93,7 @@ def load(
 
 
 def _limit(source: DataSource, sources: Sequence[DataSource], config: DataConfig, *, rows: int) -> int | None:
-    """How many rows to read: the limit of the source and its share in that of the whole mixture."""
+    """Rows to read: the smaller of the source's limit and its share of the mixture's limit; None: all."""
     limits = [source.max_samples]
     if config.max_samples is not None and source.weight is None:
         limits.append(max(0, config.max_samples - rows))
@@ -110,7 +108,7 @@ def _limit(source: DataSource, sources: Sequence[DataSource], config: DataConfig
 
 @dataclass
 class _Reader:
-    """Collects rows over all sources: the good, the bad, the overlong."""
+    """Collects the good, bad and overlong rows of all sources."""
 
     config: DataConfig
     length: Callable[[Sample], int] | None
@@ -122,7 +120,7 @@ class _Reader:
     lengths: list[int] = field(default_factory=list)
     bad: list[BadRow] = field(default_factory=list)
     overlong: list[BadRow] = field(default_factory=list)
-    refused: str = ""  # what a template said of the first row that it does not take
+    refused: str = ""  # error of the chat template about the first row that it refuses
     shortened: int = 0
     filtered: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -142,7 +140,7 @@ class _Reader:
             behind = f" behind offset={source.offset}, of {passed} rows" if source.offset and not first else ""
             raise DataError(f"{source.path}: {reason}{behind}")
         open_image = self._opener(container.folder)
-        # As in the file, from 1. Behind the last row, the next number says how many were read.
+        # Row numbers in the file, from 1. After the last row, the next number tells how many were read.
         numbers, seen = count(passed + 1), self.kinds.total()
         counted = ((number, row) for row, number in zip(chain(first, rows), numbers, strict=False))
         mapping, seed = source.mapping or self.config.mapping or "none", self.config.pair_order_seed
@@ -188,7 +186,7 @@ class _Reader:
             return error
 
     def _opener(self, folder: Path | None) -> OpenImage:
-        """Opens media of one source, each file once."""
+        """Returns a function that opens media of one source, each file once."""
         opened: dict[Any, Media] = {}
 
         def open_image(source: Any, *, kind: str = "image", **options: Any) -> Media:
@@ -197,7 +195,7 @@ class _Reader:
             key: Any = (source, kind, repr(options)) if named else None
             if key not in opened:
                 media = open_any(kind, source, options, base=folder, limits=self.config)
-                key = key or media.key  # equal bytes once
+                key = key or media.key  # open equal bytes once
                 if key not in opened:
                     opened[key] = self.spill(media)
             return opened[key]
@@ -205,7 +203,7 @@ class _Reader:
         return open_image
 
     def _with_files(self, sample: Sample, folder: Path | None) -> Sample:
-        """What rewards read lies where the media of a row do."""
+        """Resolve names of files that rewards read, relative to the folder of the row's media."""
         found = {
             name: str(path)
             for name in FOR_REWARDS
@@ -246,7 +244,7 @@ class _Reader:
 
 
 def _with_unique_ids(samples: Sequence[Sample]) -> tuple[list[Sample], tuple[str, ...]]:
-    """Noise and records are keyed by id, so a second row with the same one is called id#2."""
+    """Make ids unique, as noise and records are keyed by id: a second row with the same id becomes id#2."""
     taken = {sample.id for sample in samples}
     seen: Counter[str] = Counter()
     unique: list[Sample] = []

@@ -1,8 +1,8 @@
-"""Rows of any known format become samples.
+"""Convert rows of any known format to samples.
 
-A format says which columns hold what; everything else (placeholders, chats, golds, choices) is
-read by one set of rules. Opening images is passed in, so this file touches no disk. A row that
-cannot be read is a `RowError` with the reason, never a guess.
+A format says which columns hold what; everything else (placeholders, chats, golds, choices) follows one set of rules.
+The function that opens images is passed in, so this file does no I/O. A row that cannot be read raises a `RowError`
+with the reason; nothing is guessed.
 
     >>> qa = FORMATS["qa"]
     >>> read_row({"question": "2+2?", "answer": "#### 4"}, qa, DataConfig(), open_image=None).answer
@@ -29,7 +29,7 @@ from saccade.types import Media, Message, Sample
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SURROGATE = re.compile("[\ud800-\udfff]")
 NUMBERS = {int, float, bool, type(None)}
-# Opens (source, **options): `kind` where it is no image, and what its row says of it.
+# Opens (source, **options): `kind` unless it is an image, and the row's options for it.
 OpenImage = Callable[..., Media]
 
 
@@ -38,7 +38,7 @@ OpenImage = Callable[..., Media]
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Where a format keeps things. Columns are tried in order; a.b looks into a nested record."""
+    """The columns of a format. They are tried in order; a.b looks into a nested record."""
 
     name: str
     matches: Callable[[Collection[str]], bool]
@@ -49,7 +49,7 @@ class Format:
     thinking: tuple[str, ...] = ()
     candidates: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # columns by role
     label: tuple[str, ...] = ()  # of a single candidate
-    # (prompt, cells of the candidates) → the question, and how each candidate continues
+    # (prompt, cells of the candidates) → turns of the question, and of each candidate
     read_candidates: Callable[[Any, list[Any]], tuple[Turns, list[Turns]]] | None = None
     read_label: Callable[[Any], bool] | None = None
     check: Callable[[Sample], None] = lambda sample: None  # refuses rows with a RowError
@@ -118,7 +118,7 @@ def detect(columns: Collection[str], config: DataConfig, name: str = "data") -> 
     named = {role for role in COMPARED if config.keys.get(role)}
     found = [format for format in FORMATS.values() if format.matches({*columns, *named})]
     comparing = [format for format in found if format.candidates]
-    if comparing:  # whatever else its columns could be
+    if comparing:  # a preference format wins over others that match
         found = comparing
     elif prompt := config.keys.get("prompt"):
         found = [format for format in found if prompt in format.prompt] or [FORMATS["easyr1"]]
@@ -145,7 +145,7 @@ def read_row(
     default_source: str = "default",
     marks: Collection[str] = (),
 ) -> Sample:
-    """One row as a sample. Placeholders of `marks`, kinds of media, are never plain text."""
+    """Convert one row to a sample. `marks`: kinds of media whose placeholders are never plain text."""
     columns = columns_of(format, config.keys)
     fields = {role: _field(row, names, str if role == "data_source" else object) for role, names in columns.items()}
     values = {role: value for role, (_, value) in fields.items()}
@@ -186,7 +186,7 @@ def read_row(
 
 
 def _require_characters(sample: Sample) -> None:
-    """Neither a tokenizer nor a file takes half of a surrogate pair, which JSON can write."""
+    """Refuse lone surrogates: JSON can hold them, but tokenizers and files cannot encode them."""
     messages = [*sample.messages, *chain(*sample.candidates)]
     shown = [part if isinstance(part, str) else part.path for message in messages for part in message.parts]
     fields = {"id": sample.id, "data_source": sample.data_source, "prompt": shown, "answer": sample.answer}
@@ -205,7 +205,7 @@ def _lone_surrogate(value: Any) -> re.Match[str] | None:
 
 
 def row_id(row: Mapping[str, Any], config: DataConfig) -> str | None:
-    """The id that a row gives itself, also where the rest of it cannot be read."""
+    """The id in the row's id column, even if the rest of the row cannot be read."""
     key = config.keys.get("id")
     _, value = _field(row, (key,) if key else SHARED_COLUMNS["id"])
     return None if value is None else writable(str(value))
@@ -216,7 +216,7 @@ def writable(text: str) -> str:
 
 
 def _field(row: Mapping[str, Any], names: Iterable[str], kind: type = object) -> tuple[str, Any]:
-    """(column, value) of the first filled one; a nested value leaves its column for `extra`."""
+    """(column, value) of the first filled column. A nested value has no column here, so its column stays in `extra`."""
     for name in names:
         outer, _, inner = name.partition(".")
         value, column = row.get(name), name
@@ -248,8 +248,8 @@ def _pictures(row: Mapping[str, Any], column: str, value: Any, kind: str) -> lis
 
 
 def _turns(values: Mapping[str, Any], format: Format) -> tuple[Turns, list[Turns]]:
-    """The chat of a row with its system column and, where it shows its reasoning, its answer; and
-    the candidates that go on from there.
+    """Returns the chat of a row, with its system column and, if the row has reasoning, an assistant turn with reasoning
+    and answer; and the turns of each candidate that continues it.
     """
     candidates: list[Turns] = []
     if format.read_candidates:

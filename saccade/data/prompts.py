@@ -1,7 +1,7 @@
-"""From sample to the prompt that the model reads: system message, template, choices, instruction.
+"""Build the prompt of a sample: system message, template, choices, instruction.
 
-Each is added once: a text that already stands in the row is not written again. Images keep their
-place in the text. Templates run in Jinja's sandbox.
+Each is added once: a text that the row already contains is not repeated. Images keep their place in the text.
+Templates run in Jinja's sandbox.
 
     >>> asked = apply(sample, PromptConfig(), instruction=instruction_for("think_answer"))
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 TEXTS_FILE = Path(__file__).with_name("prompts.yaml")
-WORDED = "worded"  # a column that is true where a row holds its prompt as it was asked
+WORDED = "worded"  # a column that is true if the row's prompt is final: nothing is added
 OPTIONS = re.compile(r"[\s(]*[A-Z]([\s,;&.()]+[A-Z])*[\s.:)]*")  # letters and nothing else, such as (B) or A, C
 LABEL = re.compile(r"[\s(]*[A-Za-z][.:)]+\s+")  # before the text of an option
 MARK = re.compile("\0(\\d+)\0")  # stands for an image while a template handles the text
@@ -60,8 +60,8 @@ def _texts() -> dict[str, str]:
 
 
 def apply(sample: Sample, config: PromptConfig, *, instruction: str, choices_seed: int = 0) -> Sample:
-    """The sample with all that the config, that of its source, adds to its prompt; `choices_seed` draws the order of
-    options where it wants them permuted.
+    """The sample with everything that `config` (resolved for its data_source) adds to its prompt. `choices_seed` seeds
+    the order of options under prompt.permute_choices.
     """
     if sample.extra.get(WORDED):
         return sample
@@ -88,7 +88,7 @@ def _question(sample: Sample, message: Message, config: PromptConfig, instructio
             text = template.render(
                 content=text, choices=lines, instruction=instruction, answer_format=config.format, row=row
             )
-        except Exception as error:  # an unknown variable, what the sandbox forbids, a slip
+        except Exception as error:  # an unknown variable, a violation of the sandbox, a mistake
             raise ConfigError(f"prompt.template={config.template}: {error}") from None
     if "instruction" not in uses:
         text = _added(text, instruction, config.position)
@@ -107,7 +107,7 @@ def _added(text: str, addition: str, position: str) -> str:
 
 
 def _parts(text: str, message: Message, template: str | None) -> tuple[str | Media, ...]:
-    """Text with marks back to text and images; each image must have survived, in its order."""
+    """Split a text with marks into text and images; refuses lost, repeated or reordered images."""
     pieces = MARK.split(text)
     marks = [int(piece) for piece in pieces[1::2]]
     images = [index for index, part in enumerate(message.parts) if isinstance(part, Media)]
@@ -119,7 +119,7 @@ def _parts(text: str, message: Message, template: str | None) -> tuple[str | Med
 
 
 def text_or_file(value: str) -> str:
-    """The text of `prompt.system`."""
+    """The text of `prompt.system`, read from a file if it names a .txt or .md file."""
     is_file_name = "\n" not in value and Path(value).suffix in (".txt", ".md")
     return _file(os.path.expanduser(value), "prompt.system") if is_file_name else value
 
@@ -135,7 +135,7 @@ def _file(path: str, option: str) -> str:
 
 @cache
 def sandboxed(source: str, option: str, **settings: Any) -> tuple[Template, frozenset[str]]:
-    """A template, made with settings of Jinja, and the variables that it uses; errors begin with `option`."""
+    """A template and the variables that it uses. `settings` go to Jinja; errors begin with `option`."""
     from jinja2 import StrictUndefined, TemplateSyntaxError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -151,8 +151,8 @@ def sandboxed(source: str, option: str, **settings: Any) -> tuple[Template, froz
 
 
 def permute_choices(sample: Sample, seed: int) -> Sample:
-    """Options in an order drawn for this sample. Options that are letters name things in the image, and those that the
-    question lists have theirs there.
+    """Shuffle the options, seeded per sample. Unchanged are options that are letters, as these refer to the image, and
+    options that the question itself lists, as it fixes their order.
     """
     are_letters = all(choice.strip().upper() in set(LETTERS) for choice in sample.choices)
     asked = "".join(message.text for message in sample.messages)
@@ -163,7 +163,7 @@ def permute_choices(sample: Sample, seed: int) -> Sample:
 
 
 def reordered(sample: Sample, order: Sequence[int]) -> Sample:
-    """Options in this order. A gold that names some by letters follows them: (B), or A, C; B. a cat is a cat."""
+    """Reorder the options. A gold in letters is remapped: (B), or A, C. A gold such as `B. a cat` becomes `a cat`."""
     moved = {LETTERS[old]: LETTERS[new] for new, old in enumerate(order)}
     choices = tuple(sample.choices[old] for old in order)
     texts = {choice.casefold(): choice for choice in choices}

@@ -9,11 +9,11 @@ import numpy as np
 
 from saccade.types import Message, Sample
 
-WRITTEN = ("messages", "pairs", "sides", "labels")  # formats of canonical rows: their column `extra` is opened
+WRITTEN = ("messages", "pairs", "sides", "labels")  # formats of canonical rows, whose column `extra` is unpacked
 
 
 def plain(value: Any) -> Any:
-    """JSON data that stands for any value, for hashes and reports; bytes become their hash."""
+    """Convert any value to JSON data, for hashes and reports; bytes become their hash."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,7 @@
 """Containers: files, folders and hub data sets as streams of rows.
 
-An address is PATH[:CONFIG][@SPLIT][#DATA_DIR]. Rows come out as they are stored (images
-undecoded); a row that the container itself cannot read comes out as a `RowError` in its place.
-Knows nothing of formats.
+An address is PATH[:CONFIG][@SPLIT][#DATA_DIR]. Rows are yielded as stored (images undecoded); a
+row that the container cannot read is yielded as a `RowError` in its place. Row formats are handled elsewhere.
 
     >>> parse_address("org/set:clean@train#en")
     Address(path='org/set', config='clean', split='train', data_dir='en')
@@ -41,7 +40,7 @@ class Container(NamedTuple):
 
 
 def parse_address(text: str) -> Address:
-    """A text that names a file or folder as a whole is only that, whatever signs it holds."""
+    """Parse an address. Text that is an existing path is taken as a whole, whatever characters it contains."""
     if Path(text).exists():
         return Address(text)
     found = re.fullmatch(r"(.+?)(?::([^:@#/\\]+))?(?:@([^:@#/\\]+))?(?:#(.+))?", text)
@@ -71,7 +70,7 @@ def open_source(source: DataSource, *, allow_network: bool = False) -> Container
 
 
 def set_names(sources: Sequence[DataSource]) -> list[str]:
-    """The name of each source as a separate set; nothing is opened for it."""
+    """A unique name for each source, without opening it."""
     names: list[str] = []
     for source in sources:
         name = source.name or stem_of(Path(parse_address(source.path).path))
@@ -138,5 +137,5 @@ def record(value: Any) -> Row:
 
 
 _JSON = {".json": _json_rows, ".jsonl": _jsonl_rows, ".json.gz": _json_rows, ".jsonl.gz": _jsonl_rows}
-FILES: Table[Callable[[Path], Iterator[Row]]] = Table("file_kinds", _JSON)  # by how names end
+FILES: Table[Callable[[Path], Iterator[Row]]] = Table("file_kinds", _JSON)  # by suffix of the file name
 CONTAINERS: Table[Callable[[Address], tuple[Iterator[Row], Path | None]]] = Table("containers", {"file": _file_rows})

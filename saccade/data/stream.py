@@ -1,7 +1,7 @@
 """An endless, repeatable order over a data set.
 
-The order of an epoch follows from (seed, epoch) alone: not from workers, not from what was taken
-before. So the state is three numbers, and a restored stream goes on with exactly the next row.
+The order of an epoch depends only on (seed, epoch), not on workers or on what was taken before. So the state is three
+numbers and the hash of the data, and a restored stream continues with exactly the next row.
 
     >>> stream = Stream(dataset, seed=42, config=DataConfig())
     >>> batch, state = stream.take(128), stream.state()
@@ -19,7 +19,7 @@ from saccade.types import Sample
 
 
 class Stream:
-    """Holds the position: the epoch of the next row and its place in the order of that epoch."""
+    """An endless stream of samples. Its position is the epoch of the next row, and the row's index in that epoch."""
 
     def __init__(self, dataset: Dataset, *, seed: int, config: DataConfig) -> None:
         if not dataset.samples:
@@ -33,7 +33,7 @@ class Stream:
         self.rows_per_epoch = len(self._order)  # of epoch 0; a mixture by weight varies a little
 
     def take(self, count: int) -> list[Sample]:
-        """The next rows, over the end of an epoch if need be."""
+        """The next rows, continuing into the next epoch if needed."""
         taken: list[Sample] = []
         while len(taken) < count:
             piece = self._order[self._cursor : self._cursor + count - len(taken)]
@@ -42,7 +42,7 @@ class Stream:
         return taken
 
     def peek(self, count: int) -> list[Sample]:
-        """What `take` will give next, as far as this epoch goes."""
+        """The rows that `take` will return next, up to the end of this epoch."""
         return [self.dataset.samples[i] for i in self._order[self._cursor :][:count]]
 
     def state(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Stream:
 
 
 def _picks(shares: np.ndarray, sizes: Sequence[int], seed: Sequence[int], *, first: bool) -> np.ndarray:
-    """Which source each draw takes, until the first or every source has been drawn in full."""
+    """The source of each draw, until the first or every source is exhausted."""
     random = np.random.default_rng([*seed, len(sizes)])
     picks = np.empty(0, dtype=np.int64)
     while True:

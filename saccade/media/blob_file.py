@@ -1,11 +1,11 @@
-"""Encoded files that came inside of rows: on disk until they are read, not in memory.
+"""Encoded media files embedded in rows: stored on disk, not in memory, until they are read.
 
-While rows are loaded, `Spill` appends such files to one of the data set, each content once, and a
-medium keeps an `Extent` of it. That file has no name: no other process can delete it, and it is gone with
-the process, however that ends. Other processes are sent what they need.
+While rows are loaded, `Spill` appends them to one temporary file per data set, each content once, and a medium holds
+an `Extent` of it. The file has no name: no other process can delete it, and it is freed when the process ends, even
+by a crash. Other processes are sent the bytes that they need.
 
     media = Spill()(open_media(data))
-    encoded(media)    # the same bytes, wherever they lie, or an error
+    encoded(media)    # the same bytes, wherever they are stored, or an error
 """
 
 import hashlib
@@ -19,12 +19,12 @@ from saccade.errors import EnvironmentProblem
 from saccade.media.image_files import ImageError
 from saccade.types import Extent, Media
 
-IN_MEMORY = 64 << 20  # bytes of a data set that stay there: a small one needs no file
+IN_MEMORY = 64 << 20  # bytes of a data set that stay in memory: a small one needs no file
 
 
 def encoded(media: Media) -> bytes:
-    """The file of a medium, wherever it lies; a video of images has none. One on a disk may have
-    been replaced since it was opened, so its content is compared with the hash.
+    """The encoded bytes of a medium, wherever they are stored; a video made of images has none. A file on disk may
+    have been replaced since it was opened, so its content is compared with the hash.
     """
     if media.data is not None:
         if isinstance(media.data, bytes):
@@ -39,7 +39,7 @@ def encoded(media: Media) -> bytes:
 
 
 def require_unchanged(media: Media) -> None:
-    """As `encoded`, for code that reads the file at its path: nothing is held in memory."""
+    """The check of `encoded` for code that reads the file itself; does not load it into memory."""
     _require(media, _read(media, lambda file: hashlib.file_digest(file, "sha256")))
 
 
@@ -58,7 +58,7 @@ def _require(media: Media, content: Any) -> None:
 
 
 def named(media: Media, content: str) -> str:
-    """The hash of a whole medium whose file has the hash `content`: it covers what is shown."""
+    """The hash of an uncropped medium whose file has the hash `content`; covers which part of it is shown."""
     if media.kind == "image":
         return content
     shown = f"{list(media.frames)} {media.fps!r}" if media.kind == "video" else f"{media.width}"
@@ -66,13 +66,13 @@ def named(media: Media, content: str) -> str:
 
 
 def root_hash(media: Media) -> str:
-    """The hash of the file: a crop is called by the hash of its root and its box."""
+    """The hash of the uncropped medium; a crop's hash is that and its box."""
     return media.hash.rpartition("-")[0] if media.box else media.hash
 
 
 class Spill:
-    """Takes what the media of one data set hold out of memory, but for the first of them. Its file
-    grows; the space is free again when no medium refers to it.
+    """Moves embedded media of one data set from memory to a temporary file, except the first IN_MEMORY bytes. The
+    file only grows; its space is freed when no medium refers to it.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Spill:
             raise EnvironmentProblem(f"{what}: {hint}") from None
 
     def _append(self, name: str, data: bytes) -> Extent:
-        """`name` is the hash of the content, which is written once."""
+        """Append the content with the hash `name`."""
         self._file = self._file or tempfile.TemporaryFile(dir=_folder(), buffering=0)  # noqa: SIM115 - stays open
         done = 0
         while done < len(data):
@@ -107,8 +107,8 @@ class Spill:
 
 
 def _folder() -> str:
-    """That of TMPDIR, even if it cannot be written to: elsewhere may be the disk that somebody fled
-    from. Else /var/tmp, which is for large files: /tmp is memory on many systems.
+    """TMPDIR if set, even if it cannot be written to: the user may have set it because other disks are full. Else
+    /var/tmp, which is meant for large files: /tmp is in memory on many systems.
     """
     usual = "/var/tmp" if os.access("/var/tmp", os.W_OK | os.X_OK) else tempfile.gettempdir()
     return os.environ.get("TMPDIR") or usual

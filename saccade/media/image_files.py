@@ -1,5 +1,5 @@
-"""Image files: their headers, whether they end, which way is up, and their pixels as RGB. Knows
-neither where files come from nor what they are for.
+"""Image files: header, completeness, EXIF orientation, and pixels as RGB. Where the bytes come from does not
+matter here.
 
     with opened(data, "a.png") as image:
         upright_size(image, data, "a.png")
@@ -14,14 +14,14 @@ from PIL import Image, UnidentifiedImageError
 
 from saccade.errors import DataError
 
-# `max_megapixels` is checked from the header before any pixel is decoded. Pillow's own limit would
-# only warn up to twice itself, and refuse images that the configuration allows.
+# `max_megapixels` is checked from the header before any pixel is decoded. Pillow's own limit only
+# warns up to twice its value, and above that refuses images that the configuration allows.
 Image.MAX_IMAGE_PIXELS = None
 
 # A closed list: some of Pillow's other readers start external programs.
 READABLE = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
 
-# How other files begin; an audio is looked for first.
+# First bytes of other kinds of files; audio is tested first.
 OTHER_MEDIA = {
     "audio": re.compile(rb"RIFF.{4}WAVE|fLaC|OggS|ID3|\xff[\xf2-\xfb]|.{4}ftypM4A", re.DOTALL),
     "video": re.compile(rb"RIFF.{4}AVI |\x1aE\xdf\xa3|.{4}ftyp(?!avi|hei|mif)", re.DOTALL),
@@ -64,7 +64,7 @@ def opened(data: bytes, name: str) -> Image.Image:
 
 
 def orientation(image: Image.Image, data: bytes, name: str) -> int:
-    """The EXIF orientation that is still to be applied: Pillow turns TIFF itself."""
+    """The EXIF orientation still to be applied; Pillow already applies that of TIFF files."""
     if image.format == "TIFF" or (image.format == "PNG" and b"eXIf" not in data):
         return 1  # asking a PNG without EXIF would decode it in search of a late chunk
     try:
@@ -79,7 +79,7 @@ def upright_size(image: Image.Image, data: bytes, name: str) -> tuple[int, int]:
 
 
 def ends(image: Image.Image, data: bytes) -> bool:
-    """Whether a file ends with the mark of its end; a format that has none is taken to be whole."""
+    """Whether a file ends with its format's end marker; formats without one count as complete."""
     if image.format == "WEBP":
         return len(data) >= 8 + int.from_bytes(data[4:8], "little")
     return data.rstrip(b"\0").endswith(ENDS.get(image.format or "", b""))

@@ -1,9 +1,8 @@
 """Images as references: find them, check them from their header, decode them, crop them.
 
-`open_media` takes every kind of source that a data set may hold and returns a `Media`: hash,
-upright size, where the encoded file is. Pixels are made by `decode` alone, so a bad file is
-refused before it costs memory. Knows nothing of models: `resized_size` is the arithmetic that
-engine and trainer share, the resizing itself is the model family's.
+`open_media` takes every kind of source that a data set may hold and returns a `Media`: hash, upright size, location of
+the encoded file. Only `decode` decodes pixels, so a bad file is refused before it costs memory. `resized_size` is the
+arithmetic that engine and trainer share; the resizing itself is done by the model family.
 
     >>> resized_size(640, 480, unit=28, min_pixels=3136, max_pixels=1_003_520)
     (476, 644)
@@ -63,7 +62,7 @@ def decode(media: Media) -> np.ndarray:
     with opened(data, name) as image:
         size = _padded_size(*upright_size(image, data, name))
         try:
-            if image.format == "PNG":  # whose pixels Pillow shows even if their checksum is wrong
+            if image.format == "PNG":  # Pillow decodes it even if a checksum is wrong
                 opened(data, name).verify()
             rgb = upright_rgb(image, orientation(image, data, name))
         except Exception as error:  # broken files make Pillow raise almost anything

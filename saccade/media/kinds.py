@@ -1,9 +1,9 @@
-"""The kinds of media as a table: how rows name each, and which functions open and decode it.
+"""The table of media kinds: how rows name each, and which functions open and decode it.
 
-A plugin adds a row (`registry.py`); whatever reads rows asks here, and no other file lists kinds.
+Plugins add rows (`registry.py`); no other file lists the kinds.
 
     media = open_any("video", "clip.gif", {"fps": 2.0}, base=folder, limits=config.data)
-    decode(media)    # whatever it is
+    decode(media)    # of any kind
 """
 
 from collections.abc import Callable, Mapping
@@ -19,9 +19,9 @@ from saccade.media.media_files import DEFAULT_LIMITS
 from saccade.registry import Table
 from saccade.types import Media
 
-SOURCE_KEYS = ("url", "path", "base64", "bytes")  # of a content item of any kind
+SOURCE_KEYS = ("url", "path", "base64", "bytes")  # keys of a content item of any kind
 PIXELS = ("min_pixels", "max_pixels")
-PAIR = 2  # frames of a video that a model sees as one
+PAIR = 2  # video frames that a model merges into one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +29,9 @@ class MediaKind:
     article: str  # "an image": what messages call one
     open: Callable[..., Media]  # (source, base=, limits=, **options)
     decode: Callable[..., np.ndarray]
-    columns: tuple[str, ...]  # of a data set that hold it; the first is also the role of data.keys
-    keys: tuple[str, ...]  # of a content item that hold it, before SOURCE_KEYS
-    options: tuple[str, ...] = ()  # that a row may give beside the source
+    columns: tuple[str, ...]  # data set columns that hold it; the first is also its role in data.keys
+    keys: tuple[str, ...]  # content item keys that hold it, tried before SOURCE_KEYS
+    options: tuple[str, ...] = ()  # settings that a row may give with the source
     is_one: Callable[[Any], bool] = lambda value: False  # whether a list is one medium, not several
 
 
@@ -55,5 +55,5 @@ def open_any(
 
 
 def decode(media: Media) -> np.ndarray:
-    """Pixels of an image [height, width, 3], frames of a video, samples of a sound."""
+    """Pixels of an image [height, width, 3], frames of a video, or samples of audio."""
     return KINDS[media.kind].decode(media)

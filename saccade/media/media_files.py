@@ -1,5 +1,5 @@
-"""Where media come from: a path, a URI, bytes, base64 text, a mapping, an image or an array in
-memory becomes an encoded file, and that a reference. Looks at no pixel.
+"""Read media from any source (path, URI, bytes, base64 text, mapping, image or array in memory) as an encoded file,
+and make a reference to it. Encoded files are not decoded here.
 
     read("images/a.png", base, limits).data
 """
@@ -31,7 +31,7 @@ DEFAULT_LIMITS = DataConfig()
 
 
 class Encoded(NamedTuple):
-    """A file: how messages call it, its bytes, and its path when it lies on disk."""
+    """An encoded file: its name in messages, its bytes, and its path if it is on disk."""
 
     name: str
     data: bytes
@@ -39,7 +39,7 @@ class Encoded(NamedTuple):
 
 
 def read(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
-    """Relative paths start from `base`."""
+    """Read any source; relative paths start from `base`."""
     return READERS[source_kind(source, base)](source, base, limits)
 
 
@@ -52,7 +52,7 @@ def reference(file: Encoded, kind: str = "image", **shown: Any) -> Media:
 
 
 def source_kind(source: Any, base: Path | None = None) -> str:
-    """Which of the kinds of `READERS` a source is."""
+    """The key of `READERS` for a source."""
     if isinstance(source, str):
         scheme = next((kind for prefix, kind in SCHEMES.items() if source.startswith(prefix)), None)
         return scheme or ("base64" if _is_base64(source, base) else "path")
@@ -71,7 +71,7 @@ def _is_base64(text: str, base: Path | None) -> bool:
 
 
 def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
-    """A relative path starts from `base`; `data.allow_outside` says which may lead out of it."""
+    """Resolve a path relative to `base`; `data.allow_outside` says which paths may be outside of it."""
     if not str(source).strip():
         raise ImageError("its path is empty; give one, or leave the image out of the row")
     absolute = Path(source).is_absolute()
@@ -79,7 +79,7 @@ def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
         return Path(source)
     folder = os.path.abspath(base or Path())
     path = os.path.normpath(os.path.join(folder, source))
-    # Compared as text: links inside the folder were put there by its owner and may point anywhere.
+    # Links are not resolved: those inside the folder were made by its owner and may point anywhere.
     if limits.allow_outside is not True and os.path.commonpath([folder, path]) != folder:
         raise ImageError(
             f"{str(source)[:200]}: leaves the folder {folder}; "
@@ -90,7 +90,7 @@ def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
 
 def _from_path(source: str | Path, base: Path | None, limits: DataConfig, name: str | None = None) -> Encoded:
     path, name = located(source, base, limits), name or str(source)[:200]
-    if not os.path.isfile(path):  # unlike Path.is_file, False for a name that no disk can hold
+    if not os.path.isfile(path):  # unlike Path.is_file, False for a name that no file system allows
         if os.path.exists(path):
             what = "a folder" if os.path.isdir(path) else "not a regular file"
             raise ImageError(f"{name}: is {what}; give the path of a file")
@@ -105,14 +105,14 @@ def _from_file_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
     found = re.fullmatch(r"file://(?:localhost)?(/[^?#]*).*", source, re.DOTALL)
     if found is None:
         raise ImageError(f"{source}: a file URI holds an absolute path, for example file:///data/a.png")
-    from urllib.request import url2pathname  # slow to import, and most rows need nothing of it
+    from urllib.request import url2pathname  # slow to import, and most rows do not need it
 
     return _from_path(url2pathname(found[1]), base, limits, source)
 
 
 @cache
 def _client() -> Any:
-    """One for the process, shared by threads. Servers shall not compress: a small reply could become a huge one."""
+    """The process's HTTP client, shared by threads. No compression: a small reply could expand to a huge one."""
     import httpx2
 
     return httpx2.Client(follow_redirects=True, timeout=30, headers={"Accept-Encoding": "identity"})
@@ -151,7 +151,7 @@ def _from_data_uri(source: str, base: Path | None, limits: DataConfig) -> Encode
 def _from_base64(text: str, base: Path | None, limits: DataConfig, name: str = "base64 text") -> Encoded:
     try:
         return Encoded(name, base64.b64decode("".join(text.split()), validate=True))
-    except ValueError as error:  # also of letters that are not ASCII
+    except ValueError as error:  # also raised for non-ASCII text
         raise ImageError(f"{name}: not base64: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Pixels that were decoded, kept within a bound and shared by all who look at them.
+"""A bounded cache of decoded pixels, shared by all threads.
 
 DECODED.get(media)
 """
@@ -23,11 +23,11 @@ Made = TypeVar("Made")
 
 
 class ImageCache:
-    """Decoded images, or what `make` makes of them; the least recently used ones dropped first.
+    """An LRU cache of decoded images, or of what `make` returns for them.
 
-    Each array is made once however many threads ask. Memory stays bounded: what is kept never
-    exceeds `max_bytes` (a larger array is handed out and not kept); beside it there is only what
-    callers still hold or make. Arrays are shared, hence read-only.
+    Each array is computed once, however many threads request it. Cached arrays never exceed `max_bytes` in total (a
+    larger array is returned but not cached); arrays that callers hold or compute come on top. Arrays are shared, hence
+    read-only.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class ImageCache:
         return entry.result()
 
     def peek(self, key: Any) -> np.ndarray | None:
-        """What is kept under that key, if it is there."""
+        """The cached array of that key; None if it is not there."""
         with self._lock:
             entry = self._entries.get(key)
         return entry.result() if entry is not None and entry.done() else None
 
     def get_all(self, media: Sequence[Media]) -> list[np.ndarray]:
-        """Several threads make what is missing."""
+        """The arrays of several media; missing ones are computed in parallel threads."""
         return in_threads(self.get, media)
 
     def _fill(self, key: Any, entry: Future[np.ndarray], media: Media) -> None:
@@ -78,17 +78,17 @@ class ImageCache:
 
 
 def in_threads(work: Callable[[Item], Made], items: Iterable[Item]) -> list[Made]:
-    """Several at a time, and in order what each gave."""
+    """Run `work` on all items in a thread pool; results in order."""
     return list(_workers().map(work, items))
 
 
 def in_background(prepare: Callable[..., Any], *args: Any) -> None:
-    """For work whose result is kept where it is made, and whose errors come again there."""
+    """Run `prepare` in a background thread to fill a cache; its errors are raised again on a later request."""
     _aside().submit(prepare, *args)
 
 
 def drop_background() -> None:
-    """What has not begun; a process that ends would wait for it."""
+    """Cancel background work that has not begun; the process would wait for it at exit."""
     if _aside.cache_info().currsize:
         _aside().shutdown(wait=False, cancel_futures=True)
         _aside.cache_clear()
@@ -96,9 +96,8 @@ def drop_background() -> None:
 
 @cache
 def _aside() -> ThreadPoolExecutor:
-    """Few: threads that work ahead take the interpreter from the one that hands kernels to a GPU.
-    With eight of them each of its calls waits three to five times as long. Who needs an image now
-    does not wait for its turn here.
+    """Only two threads: background threads compete for the GIL with the one that launches GPU kernels. With eight of
+    them each of its calls waits three to five times as long. Images that are needed now do not queue here.
     """
     return ThreadPoolExecutor(2, thread_name_prefix="ahead")
 
@@ -109,7 +108,7 @@ def _workers() -> ThreadPoolExecutor:
 
 
 def _decode_once(media: Media) -> np.ndarray:
-    """A crop of an image that is decoded already is cut from it."""
+    """Decode; a crop of an image that is already cached is cut from it."""
     whole = DECODED.peek((root_hash(media), None))
     if media.box is None or whole is None:
         return decode(media)
@@ -117,6 +116,6 @@ def _decode_once(media: Media) -> np.ndarray:
     return whole[y0:y1, x0:x1].copy()
 
 
-# What this process has decoded: the vision tower and the stored rollouts look at the same pixels.
-# A budget of pixels counts only when they are resized.
+# Images decoded by this process, shared by the vision tower and the stored rollouts. The key leaves out the pixel
+# budget, which only matters for resizing.
 DECODED = ImageCache(512 << 20, make=_decode_once, key=lambda media: media.key[:2])
