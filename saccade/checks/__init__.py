@@ -1,9 +1,9 @@
-"""What a config alone can say against a run: options that contradict each other or do nothing.
+"""Checks of a config alone: options that contradict each other or have no effect.
 
-Runs in milliseconds, before data or weights are touched, and lists every problem at once, each with
-the field, the reason and a value that works. Types and limits of single values are the schema's
-business; what needs a tokenizer, a row or a tensor is checked by whoever holds it. A rule is a
-function from a config to problems, or the name of a plugin's; RULES says which command asks which.
+Runs in milliseconds, before data or weights are read, and lists every problem at once, each with the field, the reason
+and a value that works. Types and limits of single values are checked by the schema; what needs a tokenizer, a row or a
+tensor is checked where these are loaded. A rule is a function from a config to problems, or the name of a plugin's
+rule; RULES lists the rules of each command.
 
     >>> check(load(None, ["model.path=tiny:qwen2_5_vl"]), "sft")
     Traceback (most recent call last):
@@ -23,13 +23,13 @@ from saccade.registry import Table
 Rule = Callable[[Config], Iterator[str]]
 PLUGIN_RULES: Table[Rule] = Table("rules", {})
 
-# Commands that refuse options of other commands, and as which of them they read. Those that answer refuse what
-# is given beside the file only: the file is that of a training run.
+# Commands that refuse options they do not read → the command whose options they read. Commands that do not train
+# refuse only options of the command line: their config file is that of a training run.
 TRAINERS = {**{command: command for command in TRAINING}, "estimate": "rl"}
 READERS = {**TRAINERS, **{command: command for command in ("eval", "generate", "chat", "serve-reward")}}
 READERS["rescore"] = "serve-reward"
 SHOWN = {"rescore": "eval --rescore"}
-# Who reads an option, where a list of commands would be long.
+# Descriptions of long lists of commands.
 WHO = {
     ANSWERING: "commands that sample answers",
     SCORING: "commands that score answers",
@@ -39,8 +39,8 @@ WHO = {
 
 
 def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
-    """Raise one ConfigError with everything that keeps the config from running as COMMAND. `given`:
-    options and sections that were named beside the file.
+    """Raise one ConfigError with everything that keeps the config from running as COMMAND. `given`: options and
+    sections set in addition to the file.
     """
     rules = (PLUGIN_RULES[rule] if isinstance(rule, str) else rule for rule in RULES[command])
     problems = [problem for rule in rules for problem in rule(config)]
@@ -63,14 +63,14 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
 
 
 def unread(name: str, command: str) -> str | None:
-    """Why an option has no effect in a command; None where it has."""
+    """Why an option has no effect in a command; None if it has."""
     found = _unread_part(name, command)
     return found and found[1]
 
 
 def _unread_part(name: str, command: str) -> tuple[str, str] | None:
-    """The option, or the section around it, that a command does not read, and why. An option may have
-    readers that its section has not.
+    """Returns (the option, or the section around it, that a command does not read, why); None if it reads the option.
+    An option may be read by commands that do not read its section.
     """
     reader, parts = READERS.get(command), name.split(".")
     kind: Any = Config
@@ -88,7 +88,7 @@ def _unread_part(name: str, command: str) -> tuple[str, str] | None:
 
 
 def not_counted(config: Config, command: str) -> str | None:
-    """A line about the options of the config that are for other commands."""
+    """A line that lists options of the config that the command does not read; None without any."""
     found = [_unread_part(name, command) for name, _, _ in chosen(config)]
     others = dict.fromkeys(part[0] for part in found if part)
     return f"`saccade {command}` does not read {', '.join(others)}" if others else None
@@ -113,7 +113,7 @@ RULES: dict[str, tuple[Rule | str, ...]] = {
         *(rows.val_data, partial(rows.data_files, names=["val"]), *LOOKING),
         *(steps.response_length, steps.validation, steps.environment),
     ),
-    "rescore": (rows.pixels, model_rules.judge),  # `eval` of answers that are there already
+    "rescore": (rows.pixels, model_rules.judge),  # `eval` of stored answers
     "generate": (
         *ANSWERS,
         *(rows.some_data, *READING),

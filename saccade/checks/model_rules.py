@@ -16,7 +16,7 @@ def folder(field: str, path: str) -> Iterator[str]:
         reason = "has no config.json" if Path(path).is_dir() else "is not a folder"
         saved = [p.parent for p in (Path(path) / "checkpoints").glob("step-*/config.json")]
         newest = max(saved, key=lambda p: p.stat().st_mtime, default=None)
-        if (Path(path) / "adapter_config.json").is_file():  # the merged model lies around it
+        if (Path(path) / "adapter_config.json").is_file():  # the merged model is in the parent folder
             reason, newest = "is an adapter", Path(path).absolute().parent
         advice = "give a Hugging Face model folder that is on this disk"
         yield f"{field}: {path} {reason}; {f'try {field}={newest}' if newest else advice}"
@@ -36,7 +36,7 @@ def model(config: Config) -> Iterator[str]:
 
 
 def answering_model(config: Config) -> Iterator[str]:
-    """Where nothing is trained an endpoint may answer, and no folder is needed."""
+    """Commands that do not train may use an endpoint, which needs no model folder."""
     http = config.rollout.http
     if config.rollout.engine != "http":
         yield from model(config)
@@ -75,7 +75,7 @@ def local_weights_needed(config: Config) -> Iterator[str]:
 
 
 def several_gpus(config: Config) -> Iterator[str]:
-    """Refuses what runs on one GPU only."""
+    """Problems of options that do not work on several GPUs."""
     if config.run.gpus > 1:
         if config.rollout.engine != "embedded" and not config.rollout.replicas:
             yield f"rollout.replicas: {config.rollout.engine} needs processes beside run.gpus; try rollout.replicas=1"

@@ -11,7 +11,7 @@ from saccade.config import ADAPTED, Config, ValConfig
 from saccade.data.sources import set_names
 from saccade.registry import Table
 
-OF_A_SET = {"n", "temperature", "top_p", "max_tokens"}  # of val, that a set of data.val may have for itself
+OF_A_SET = {"n", "temperature", "top_p", "max_tokens"}  # options of val that a set of data.val may override
 
 
 def sampling(config: Config) -> Iterator[str]:
@@ -84,7 +84,7 @@ def validation(config: Config) -> Iterator[str]:
 
 
 def own_settings(config: Config) -> dict[str, ValConfig]:
-    """How sets of data.val are answered that do not go by `val` in all."""
+    """The validation settings of those sets of data.val that override some of `val`."""
     shared = config.val.model_dump(exclude_unset=True) | {"max_tokens": config.val.max_tokens}
     own = [source.model_dump(exclude_unset=True, include=OF_A_SET) for source in config.data.val]
     named = zip(set_names(config.data.val), own, strict=True)
@@ -123,13 +123,13 @@ def resume(config: Config) -> Iterator[str]:
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """The algorithm of a run; options of it that contradict each other are refused."""
+    """The algorithm of a run; contradictory options are refused."""
     max_tokens = config.rollout.max_tokens * config.env.max_turns
     return build(config.algorithm, config.train, config.reward, max_tokens, config.rollout.ahead)
 
 
 def total_steps(config: Config, rows: int) -> int:
-    """Steps of a run on `rows` rows per epoch: the last step of an epoch goes on into the next."""
+    """Steps of a run on `rows` rows per epoch: the last step of an epoch continues into the next."""
     if config.run.max_steps is not None:
         return config.run.max_steps
     steps = config.train.epochs * rows / config.train.prompts_per_step

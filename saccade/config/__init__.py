@@ -39,20 +39,20 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def defaults_for(command: str | None, config: Config) -> dict[str, Any]:
-    """The defaults of a command, by dotted name; a kind of it may have others."""
+    """The defaults of a command, by dotted name; its kind (dpo.loss, reward_model.kind) may override some."""
     kind = {"dpo": config.dpo.loss, "reward-model": config.reward_model.kind}.get(command or "", "")
     return DEFAULTS.get(command or "", {}) | DEFAULTS.get(f"{command} {kind}", {})
 
 
 # -- loading ---------------------------------------------------------------------------------------
 
-ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # endings of files that are no config
+ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # suffixes of data files, which are no config
 SOURCES = tuple[DataSource, ...]
-TEXTS = (str | dict[str, str], str | dict[str, str] | None)  # a text, or one for each of several
-LISTS = (*WORDS, tuple[RewardTerm, ...])  # where one text stands for a list of one
-# Elsewhere an empty text means: not given.
+TEXTS = (str | dict[str, str], str | dict[str, str] | None)  # types: a text, or one for each data_source
+LISTS = (*WORDS, tuple[RewardTerm, ...])  # types for which one text means a list of one
+# Options for which an empty text is a value; elsewhere it means: not given.
 EMPTY_IS_A_VALUE = {"prompt.instruction", "env.instruction"}
-# An override and what it takes the place of in a file, where both would contradict each other.
+# An override → options of a file that it removes, because both would contradict each other.
 REPLACES = {
     "reward.preset": ("reward.terms", "reward.by_source.default"),
     "reward.terms": ("reward.preset", "reward.by_source.default"),
@@ -63,9 +63,9 @@ REPLACES = {
 def load(
     source: str | Path | Mapping[str, Any] | Config | None, overrides: Sequence[str] = (), command: str | None = None
 ) -> Config:
-    """YAML file, mapping or config plus `section.key=value` overrides: checked and complete, with
-    the defaults of the command and of the preset. `key=` and `key=null` take an option of the file
-    back. `model_fields_set` of a section names what was given, not what was filled in.
+    """Load and check a YAML file, mapping or config plus `section.key=value` overrides; fills in the defaults of the
+    command and of the preset. `key=` and `key=null` unset an option of the file. `model_fields_set` of a section holds
+    only the options that were given.
     """
     given, changes = _read(source), dict(map(_override, overrides))
     for key, value in changes.items():
@@ -84,7 +84,7 @@ def load(
 
 
 def on_one_gpu(config: Config) -> Config:
-    """For commands that start no ranks, whatever the file says."""
+    """The config with run.gpus=1, for commands that start no ranks."""
     own = config.run
     return config if own.gpus == 1 else config.model_copy(update={"run": own.model_copy(update={"gpus": 1})})
 
@@ -97,7 +97,7 @@ def _validated(tree: dict[str, Any]) -> Config:
 
 
 def _preset(config: Config) -> dict[str, Any]:
-    """What the algorithm's preset sets, at the sizes of this run."""
+    """The options that the algorithm's preset sets, limited to the sizes of this run."""
     algorithm = config.algorithm
     cells = cells_of(algorithm.model_dump(exclude_unset=True) | {"preset": algorithm.preset})
     row = row_of(algorithm.preset)
@@ -112,7 +112,7 @@ def _preset(config: Config) -> dict[str, Any]:
 
 
 def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections and tables merged key by key; else `above` wins."""
+    """Merge two trees key by key; `above` wins."""
     merged = dict(below)
     for key, value in above.items():
         lower = below.get(key)
@@ -130,7 +130,7 @@ def _keep_given(section: Section, given: Section) -> None:
 
 
 def _chosen(config: Config, **how: Any) -> dict[str, Any]:
-    """What was given; of `algorithm.args` not what a preset sets."""
+    """The options that were given, without `algorithm.args` that equal the preset's."""
     tree = config.model_dump(exclude_unset=True, **how)
     if "args" in tree.get("algorithm", {}):
         tree["algorithm"]["args"] = args_beside(tree["algorithm"] | {"preset": config.algorithm.preset})
@@ -138,7 +138,7 @@ def _chosen(config: Config, **how: Any) -> dict[str, Any]:
 
 
 def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
-    """The source as a new tree."""
+    """The source as a new nested dict."""
     if source is None:
         return {}
     if isinstance(source, Config):
@@ -167,12 +167,12 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
 
 
 def merged(files: Sequence[str | Path]) -> dict[str, Any]:
-    """The options of several files, such as a recipe and what a site has of its own: the last one wins, key by key."""
+    """Merge the options of several files, such as a recipe and site settings, key by key; the last one wins."""
     return reduce(_laid_over, map(_read, files), {})
 
 
 def given(overrides: Sequence[str]) -> list[str]:
-    """Names of the options and sections that overrides set, without those they take back."""
+    """Names of the options and sections that overrides set, without those they unset."""
     return [key for key, value in map(_override, overrides) if value is not None]
 
 
@@ -185,10 +185,10 @@ def _override(text: str) -> tuple[str, Any]:
 
 
 def _value(key: str, text: str) -> Any:
-    """The text of an override as its option takes it. None: the option is taken back."""
+    """Parse the text of an override by the type of its option. None: unset the option."""
     kind = _kind(key)
     if not text:
-        entry = key not in dict(options())  # of a table
+        entry = key not in dict(options())  # the key is an entry of a table
         return "" if key in EMPTY_IS_A_VALUE or (entry and kind is str) else None
     if text not in ("null", "~") and _is_plain(kind, text):
         return text
@@ -199,9 +199,7 @@ def _value(key: str, text: str) -> Any:
 
 
 def _is_plain(kind: Any, text: str) -> bool:
-    """Whether all of the text is the value: a word or the name of a file, whatever signs are in
-    it. Else it is YAML.
-    """
+    """Whether the whole text is the value, such as a word or file name with any characters; else it is YAML."""
     if text[0] in "'\"":
         return text[-1] != text[0]
     if kind in (str, str | None):
@@ -240,8 +238,8 @@ def _remove(tree: dict[str, Any], key: str) -> None:
 
 
 def _full_key(key: str) -> str:
-    """`train.lr` as it is; a bare leaf such as `resume` becomes `run.resume` when only one section
-    has it.
+    """The dotted name of an option: `train.lr` stays as it is; a bare leaf such as `resume` becomes `run.resume` if
+    only one section has it.
     """
     fields = dict(options())
     for name, field in fields.items():
@@ -249,7 +247,7 @@ def _full_key(key: str) -> str:
             raise ConfigError(f"{key}: {name} is set as a whole; write {name}=VALUE")
     if "." in key or key in Config.model_fields:
         return key
-    # Not deeper ones: `lr` is the policy's, whatever else has a learning rate.
+    # Only options directly in a section: `lr` is train.lr, although algorithm.critic has one, too.
     names = [name for name, _ in options(keys=False)]
     homes = [name for name in names if name.count(".") == 1 and name.endswith(f".{key}")]
     homes += [other_names()[0][key]] if homes and key in other_names()[0] else []
@@ -260,8 +258,8 @@ def _full_key(key: str) -> str:
     return key
 
 
-LIKE = 0.75  # of two names, from which on one is taken for the other
-FOREIGN = ("worker", "trainer", "actor_rollout_ref", "critic")  # sections elsewhere, no typos of ours
+LIKE = 0.75  # similarity of two names from which one is suggested for the other
+FOREIGN = ("worker", "trainer", "actor_rollout_ref", "critic")  # sections of other systems, not typos of ours
 WANTED = {
     **dict.fromkeys(("float_parsing", "float_type"), "expects a number"),
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "expects a whole number"),
@@ -285,7 +283,7 @@ def explain(error: Mapping[str, Any]) -> str:
 
 
 def _leaves(key: str, given: Any) -> list[str]:
-    """Keys of a section that we do not have; the section alone where one of ours is meant."""
+    """The keys of an unknown section; only the section's name if it looks like a typo of one of ours."""
     if not isinstance(given, Mapping) or not given:
         return [key]
     if key not in FOREIGN and difflib.get_close_matches(key, Config.model_fields, 1, LIKE):
@@ -294,7 +292,7 @@ def _leaves(key: str, given: Any) -> list[str]:
 
 
 def unknown_key(key: str) -> str:
-    """Says which option was meant: as other systems or older versions call it, in another section, or spelled so."""
+    """The message about an unknown key, with a suggestion: by names of other systems, or by similarity."""
     above, _, leaf = key.rpartition(".")
     entry, _, index = above.rpartition(".")
     inside = get_args(_kind(entry)) if index.isdigit() else ()
@@ -312,8 +310,8 @@ def unknown_key(key: str) -> str:
 
 
 def meant_by(key: str) -> str:
-    """The option by the name that others have for it, or the one whose name is most like it; of
-    several such the one whose sections are named in the key. Empty where nothing is.
+    """The option that an unknown key probably means: by its name in other systems, else the one with the most similar
+    name; of several, the one whose sections are in the key. Empty if none is similar.
     """
     parts = key.lower().split(".")
     for start in range(len(parts)):
@@ -329,7 +327,7 @@ def meant_by(key: str) -> str:
 
     names = sorted([*(name for name, _ in options()), *Config.model_fields], key=likeness, reverse=True)
     best = likeness(names[0])
-    # Sections of ours have args and names of their own: one of another section is not meant.
+    # Several sections have args or name: on such a tie, one of another section is not suggested.
     another = parts[0] in Config.model_fields and not best[1] and likeness(names[2]) == best
     return names[0] if best[0] >= LIKE and not another else ""
 

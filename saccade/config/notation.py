@@ -27,8 +27,8 @@ OURS = (("bool", TRUTH, "tTfF"), ("int", INTEGER, "-+0123456789"), ("float", FLO
 REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")}
 
 
-class Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the fast one, where it is
-    """The one reader of config text."""
+class Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # the fast C loader, if built
+    """The YAML loader of all config text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 (PyYAML looks it up on the class)
         first: [(tag, pattern) for tag, pattern in rules if tag not in REPLACED]
@@ -36,7 +36,7 @@ class Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        """Plain YAML keeps the last of two equal keys and says nothing."""
+        """Refuse duplicate keys: plain YAML silently keeps the last one."""
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -46,7 +46,7 @@ class Reader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
 
 
 class Writer(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-    """Quotes text that either this reader or a plain YAML 1.1 reader would take for a value."""
+    """Quotes text that this reader or a plain YAML 1.1 reader would parse as another type."""
 
 
 for _name, _pattern, _first in OURS:
@@ -59,7 +59,7 @@ def parse(text: str) -> Any:
 
 
 def write(tree: Any, *, flow: bool = False) -> str:
-    """`flow`: in one line."""
+    """Dump as YAML; `flow`: on one line."""
     how = {"default_flow_style": True, "width": 1 << 30} if flow else {}
     return yaml.dump(tree, Dumper=Writer, sort_keys=False, allow_unicode=True, **how)
 
@@ -69,8 +69,8 @@ def write(tree: Any, *, flow: bool = False) -> str:
 
 @cache
 def other_names() -> tuple[dict[str, str], dict[str, str]]:
-    """What other systems and older versions call our options; and parts of a key that nothing here
-    corresponds to, each with what to write instead.
+    """Returns (name in another system or older version → our option, part of a key without a counterpart here → what
+    to write instead).
     """
     tables = parse(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
     elsewhere = {name: option for option, names in tables["names"].items() for name in names.split()}

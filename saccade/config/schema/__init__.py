@@ -1,7 +1,7 @@
-"""Every option once: its type, its default, one line that says what it does.
+"""All options: type, default, and one line that says what it does.
 
-Single values are checked here; what options mean together is `checks`, how they are written and
-read is `config.py`. One file for each part of a run; `Config` puts them together.
+Single values are checked here, combinations of options in `saccade.checks`; reading and writing is in
+`saccade.config`. One file for each part of a run; `Config` puts them together.
 
     >>> dict(options())["train.lr"].description
     'Peak learning rate; sft 5e-6, dpo 1e-5, reward-model 9e-6 (process 1e-6).'
@@ -54,9 +54,7 @@ class Config(Section):
 
 @cache
 def options(kind: type[Section] = Config, prefix: str = "", *, keys: bool = True) -> tuple[tuple[str, Any], ...]:
-    """(dotted name, field) of every option, in order; a mapping gives its keys or, without `keys`,
-    itself.
-    """
+    """(dotted name, field) of every option, in order. Without `keys` a mapping is one option, else one per key."""
     found: list[tuple[str, Any]] = []
     for name, info in kind.model_fields.items():
         annotation = info.annotation

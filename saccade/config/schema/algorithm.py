@@ -1,4 +1,4 @@
-"""How rewards become an update: what a preset sets, and what may be set beside it."""
+"""Options of the algorithm: how rewards become an update."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class AlgorithmConfig(Section):
     denominator: Literal["original", "kept"] = option(
         "original", "Divide the policy loss by all live tokens, or by those that filters kept.", when=DROPPING
     )
-    # who takes part
+    # which members are trained
     drop_constant: bool = option(False, "Leave members of constant groups out of the update.", when=GROUPS)
     exclude_status: tuple[str, ...] = option((), "Also exclude these: truncated, overturn, void.")
     excluded_in_baseline: bool = option(False, "Excluded members stay in the baseline.", when=(GROUPS, EXCLUDING))

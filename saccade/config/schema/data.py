@@ -1,4 +1,4 @@
-"""Rows: where they come from, what is refused, how one becomes a conversation."""
+"""Options of data: where rows come from, which are refused, how one becomes a conversation."""
 
 from typing import Literal
 
@@ -92,7 +92,7 @@ class PromptConfig(Section):
     )
 
     def of(self, source: str) -> "PromptConfig":
-        """How rows of a data_source are asked: options by source have what they say of it, else of `default`."""
+        """The prompt options of a data_source: those given by source take its entry, else that of `default`."""
         apart = {name: value for name, value in self if isinstance(value, dict)}
         others = {name: value.get("default", type(self).model_fields[name].default) for name, value in apart.items()}
         asked = {name: value.get(source, others[name]) for name, value in apart.items()}

@@ -1,6 +1,6 @@
-"""Named algorithms: the rows of `presets.yaml`, and what they set in a config.
+"""Named algorithms: the rows of `presets.yaml`, and the options that they set.
 
-What the user gives wins over any of them. An add-on is a row that is laid over another one:
+Options that the user gives win over them. An add-on is a row that is merged into another one:
 `algorithm.preset=[grpo, tis]`.
 
     >>> cells_of({"preset": ["dapo"]})["algorithm"]["args"]
@@ -18,12 +18,12 @@ from saccade.errors import ConfigError
 from saccade.registry import Table
 
 Row = dict[str, Any]
-_TABLES = yaml.load(  # the fast reader, where there is one
+_TABLES = yaml.load(  # the fast C loader, if built
     Path(__file__).with_name("presets.yaml").read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 )
 PRESETS: Table[Row] = Table("presets", _TABLES["presets"])
 ADD_ONS: dict[str, Row] = _TABLES["add_ons"]
-# Arguments that hold only while the row's own function is in place.
+# Arguments that apply only while the row's own function is used.
 ARGS_OF = {"advantage_args": "advantage", "loss_args": "policy_loss"}
 ELSEWHERE = {
     "samples_per_prompt": ("train", "samples_per_prompt"),
@@ -34,7 +34,7 @@ NOT_OPTIONS = ("about", "paper", "on_policy", "longest_share", *ARGS_OF)
 
 
 def row_of(preset: Iterable[str]) -> Row:
-    """The row with its add-ons laid over it: sections are merged, lists joined."""
+    """The row of a preset with its add-ons: `args` are merged, lists are joined, other keys replaced."""
     name, *add_ons = preset
     if name in ADD_ONS:
         raise ConfigError(f"algorithm.preset={name}: is added to a row, as in [grpo, {name}]")
@@ -59,7 +59,7 @@ def row_of(preset: Iterable[str]) -> Row:
 
 
 def cells_of(given: Row) -> dict[str, dict[str, Any]]:
-    """What a preset sets, by section, where the `algorithm` section holds what is `given`."""
+    """The options that a preset sets, by section; `given` is the user's `algorithm` section with the preset."""
     row = row_of(given["preset"])
     cells: dict[str, Any] = {name: value for name, value in row.items() if name not in NOT_OPTIONS}
     of_functions = [row.get(a, {}) for a, axis in ARGS_OF.items() if given.get(axis) in (None, row.get(axis, "clip"))]
@@ -74,13 +74,13 @@ def cells_of(given: Row) -> dict[str, dict[str, Any]]:
 
 
 def args_beside(given: Row) -> dict[str, Any]:
-    """Those of the section's `args` that its preset does not set."""
+    """The section's `args` that differ from those of its preset."""
     preset = cells_of(given)["algorithm"]["args"]
     return {name: value for name, value in given.get("args", {}).items() if preset.get(name) != value}
 
 
 def unknown(field: str, name: str, expected: Iterable[str]) -> ConfigError:
-    """The error about a name that a table does not have, with the nearest that it has."""
+    """The error about an unknown name, with the nearest known one."""
     names = list(expected)
     if not names:
         return ConfigError(f"{field}={name}: no such function; write file.py:name")

@@ -1,4 +1,4 @@
-"""What a response is worth: terms, judges, services."""
+"""Options of rewards: terms, judges, services."""
 
 from typing import Any, Literal
 

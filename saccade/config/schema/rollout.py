@@ -1,4 +1,4 @@
-"""Generation: engines, sampling, and what the policy talks to."""
+"""Options of generation: engines, sampling, environments."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RolloutConfig(Section):
     max_sequences: int = option(512, "Sequences decoded at once by one engine.", ge=1)
 
 
-LIMITS = {  # of one episode that are counted, and the least value of each
+LIMITS = {  # limits of one episode → smallest allowed value
     "max_turns": 1,
     "max_images": 0,
     "max_turn_tokens": 1,
@@ -115,7 +115,7 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _derived(self) -> EnvConfig:
-        """Limits that depend on others, unless they are given."""
+        """Fill in limits that depend on others, unless they are given."""
         self.__dict__.update({k: v for k, v in self._usual().items() if k not in self.model_fields_set})
         return self
 
@@ -125,7 +125,7 @@ class EnvConfig(Section):
         return counted | {"min_turn_tokens": min(2000, room)}
 
     def limits(self, *, evaluation: bool = False) -> dict[str, int | None]:
-        """Every limit of an episode that is counted."""
+        """All limits of an episode, by name."""
         values = {name: getattr(self, name) for name in LIMITS}
         if evaluation:
             usual = self._usual(12, self.eval.get("max_total_tokens"))

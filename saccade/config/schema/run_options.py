@@ -1,4 +1,4 @@
-"""The run itself: its model, its checkpoints, what it writes down."""
+"""Options of the run itself: model, checkpoints, logging."""
 
 from typing import Literal
 
@@ -66,7 +66,7 @@ class RunConfig(Section):
         return name
 
 
-ADAPTED = ("lora", "qlora")  # values of model.train that leave the weights alone
+ADAPTED = ("lora", "qlora")  # values of model.train that train adapters only
 ADAPTERS = When(f"model.train in {ADAPTED}", "model.train=lora (model.lora={{}} takes all of them out)")
 ALL_LINEAR = When("model.lora.targets == 'all-linear'", "model.lora.targets=all-linear")
 

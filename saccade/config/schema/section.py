@@ -7,7 +7,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-# Commands by what they read: nothing is sampled while a reward model is trained.
+# Groups of commands that read the same options; reward-model samples nothing, so it is not in ANSWERING.
 ANSWERING = ("rl", "sft", "dpo", "eval", "generate", "chat", "serve-reward", "check-data")
 TRAINING = ("rl", "sft", "dpo", "reward-model")
 VALIDATING = ("rl", "sft", "dpo", "eval")
@@ -22,15 +22,15 @@ class Section(BaseModel):
         frozen=True,
         validate_default=True,
         coerce_numbers_to_str=True,
-        allow_inf_nan=False,  # either would reach the weights
+        allow_inf_nan=False,  # infinity or NaN would reach the weights
         ser_json_inf_nan="constants",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _as_given(cls, values: Any) -> Any:
-        """Nothing stands for the default, one word or record for a list of one, ~/ for the home folder;
-        true is no number.
+        """Normalise input: None means the default, one word or record a list of one, ~/ the home folder; booleans are
+        not numbers.
         """
         if not isinstance(values, dict):
             return values
@@ -48,12 +48,12 @@ def _without_nothing(args: Any) -> Any:
     return {name: value for name, value in args.items() if value is not None} if isinstance(args, Mapping) else args
 
 
-# Options of a function by parameter name; nothing stands for its default.
+# Options of a function by parameter name; None means its default.
 Arguments: TypeAlias = Annotated[dict[str, Any], BeforeValidator(_without_nothing)]
 
 
 def _entries(value: Any, kind: Any) -> Any:
-    """The value of an option that lists records: one entry is a list of one, a text the first field of a record."""
+    """Normalise an option that lists records: one entry is a list of one, a text is the first field of a record."""
     entry = next(iter(get_args(kind)), None)
     if not (isinstance(entry, type) and issubclass(entry, Section)):
         return value
@@ -69,9 +69,8 @@ def _at_home(value: Any) -> Any:
 
 
 class When(NamedTuple):
-    """A condition under which an option counts: an expression over the sections of a config, what
-    makes it true (where {section.option} is a value), and how it is called where the expression
-    would not be understood.
+    """A condition under which an option has an effect: a Python expression over the sections of a config, overrides
+    that make it true ({section.option} is replaced by its value), and a description if the expression is not clear.
     """
 
     test: str
@@ -92,8 +91,8 @@ def option(
     commands: tuple[str, ...] = (),
     **limits: Any,
 ) -> Any:
-    """`path`: it may name a file or folder, then ~/ at its beginning is the home folder.
-    `commands`: those that read it; empty: those of its section, or all.
+    """Declare an option. `path`: may name a file or folder, so a leading ~/ is expanded. `commands`: those that read
+    it; empty: those of its section, or all.
     """
     conditions = (when,) if isinstance(when, When) else when
     extra: dict[str, Any] = {"path": path, "when": conditions, "commands": commands}
@@ -101,7 +100,7 @@ def option(
 
 
 def section(kind: type[Section], description: str, *, commands: tuple[str, ...] = (), mapping: bool = False) -> Any:
-    """`mapping`: one option that is written as a whole, or key by key with dots."""
+    """Declare a section. `mapping`: one option that is set as a whole, or key by key with dots."""
     extra: dict[str, Any] = {"when": (), "commands": commands} | ({"mapping": True} if mapping else {})
     return Field(default_factory=kind, description=description, json_schema_extra=extra)
 
@@ -110,7 +109,7 @@ mapping = partial(section, mapping=True)
 
 
 def about(field: Any) -> Mapping[str, Any]:
-    """The arguments of `option`, `section` and `mapping` beside default and description."""
+    """The other arguments that a field's `option`, `section` or `mapping` was declared with."""
     return field.json_schema_extra or {}
 
 
@@ -125,8 +124,8 @@ def chosen(part: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def without_effect(part: Section, prefix: str, scope: Mapping[str, Any]) -> Iterator[str]:
-    """Options that were set although their conditions do not hold: a problem in words each. One
-    that is switched off is none.
+    """Yields a message for each option that was set although its conditions do not hold. Setting False where that is
+    the default is no problem.
     """
     for name, field, value in chosen(part, prefix):
         for condition in about(field).get("when", ()):
@@ -138,5 +137,5 @@ def without_effect(part: Section, prefix: str, scope: Mapping[str, Any]) -> Iter
 
 
 def is_name(text: str) -> bool:
-    """Whether it names one file or folder, inside of the folder that it is joined to."""
+    """Whether the text is a single file or folder name, which cannot lead out of the folder that it is joined to."""
     return text not in ("", ".", "..") and not any(mark in text for mark in "/\\\0")

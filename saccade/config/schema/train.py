@@ -1,4 +1,4 @@
-"""The update, and what belongs to one command alone."""
+"""Options of the update, and of single commands."""
 
 from __future__ import annotations
 
