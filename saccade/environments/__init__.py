@@ -1,8 +1,7 @@
-"""What a policy talks to, by name: built in, of a plugin, or a class or functions of the user.
+"""Environments by name: built in, from a plugin, or the user's class or functions.
 
-An environment speaks messages; tokens never leak in. Knows nothing of processes:
-`rollout/env_setup.py` decides where an environment lives. Code of the user is imported by
-`load_user_code` alone, which the training process never calls.
+An environment exchanges messages, never tokens. `rollout/env_setup.py` decides in which process it runs. Only
+`load_user_code` imports the user's code, and the training process never calls it.
 
     class Guess:
         def reset(self, sample, seed): return sample.messages
@@ -23,7 +22,7 @@ from saccade.user_code import user_symbol
 
 
 class Step(NamedTuple):
-    """What an environment answers to one assistant message."""
+    """An environment's reply to one assistant message."""
 
     messages: Sequence[Message]
     reward: float | None
@@ -43,15 +42,15 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What an environment must know of the model and of the format of responses."""
+    """Properties of the model and of the response format that environments need."""
 
     answer: Callable[[str], str | None]  # the answer in a turn, if it holds one
-    role: Literal["user", "tool"] = "user"  # in which the model reads what a tool says
-    unit: int = 28  # pixels of a side that the model sees as one token
+    role: Literal["user", "tool"] = "user"  # role of messages with tool results
+    unit: int = 28  # side in pixels of the square behind one token
 
 
 class SingleTurn:
-    """A question, one answer."""
+    """One question, one answer."""
 
     def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
         return sample.messages
@@ -65,14 +64,14 @@ class SingleTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class UserCode:
-    """The environment or the tools that files of the user define."""
+    """The environment class or the tools that the user's files define."""
 
     environment: Callable[..., Environment] | None = None
     tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
     @property
     def descriptions(self) -> dict[str, str]:
-        """A line about each tool, from its signature and the first line of its text."""
+        """One line about each tool, from its signature and the first line of its docstring."""
         found = {}
         for name, function in self.tools.items():
             parameters = [str(p) for p in inspect.signature(function).parameters.values() if p.name != "images"]
@@ -83,18 +82,18 @@ class UserCode:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """An environment that has a name."""
+    """A row of the table: a named environment."""
 
-    calls: tuple[str, ...] = ()  # syntaxes, the usual one first
+    calls: tuple[str, ...] = ()  # call syntaxes that it accepts, the default first
     tools: tuple[str, ...] = ()
     explain: Callable[[EnvConfig, Mapping[str, str]], str] = lambda env, user_tools: ""
-    rewards: bool = False  # gives rewards
+    rewards: bool = False  # whether it gives rewards
     make: Callable[[EnvConfig, Setting, UserCode], Environment] | None = None
     installed: Callable[..., Environment] | None = None  # a class of an installed package
-    check_row: Callable[[Sample], None] | None = None  # raises ValueError for a row of no use
+    check_row: Callable[[Sample], None] | None = None  # raises ValueError for an unusable row
 
 
-# A class of an installed package runs where those of users run.
+# A class of an installed package runs in the same processes as the user's.
 KINDS: Table[Kind] = Table(
     "environments",
     {"single_turn": Kind(make=lambda *_: SingleTurn())},
@@ -103,12 +102,12 @@ KINDS: Table[Kind] = Table(
 
 
 def _kind(env: EnvConfig) -> Kind:
-    """A class of the user has no row: what `env.name` names is imported where it runs."""
+    """The row of an environment. The user's class has none: it is imported only in the process that runs it."""
     return KINDS[env.name] if env.name in KINDS else Kind(rewards=True)
 
 
 def runs_user_code(env: EnvConfig) -> bool:
-    """Whether code of the user or of an installed package takes part."""
+    """Whether the environment runs code of the user or of an installed package."""
     return _kind(env).make is None or bool(env.tools)
 
 
@@ -117,7 +116,7 @@ def gives_rewards(env: EnvConfig) -> bool:
 
 
 def _resolved(env: EnvConfig) -> EnvConfig:
-    """The usual syntax of calls where none is chosen; grounding has no room for a name."""
+    """Fill in the call syntax if none is chosen. The user's tools and parallel calls need names; grounding has none."""
     usual = _kind(env).calls
     if env.call or not usual:
         return env
@@ -126,20 +125,20 @@ def _resolved(env: EnvConfig) -> EnvConfig:
 
 
 def stop_strings(env: EnvConfig) -> tuple[str, ...]:
-    """Where a turn ends. Several calls in one turn end with the turn."""
+    """Strings that end a turn; none if a turn may hold several calls."""
     call = _resolved(env).call
     return (f"</{call}>",) if call in ("grounding", "tool_call") and env.parallel_calls == 1 else ()
 
 
 def instruction(env: EnvConfig, user_tools: Mapping[str, str]) -> str:
-    """What the prompt says about the environment; `user_tools` describes those of the user."""
+    """The prompt's text about the environment; `user_tools` describes the user's tools."""
     if env.instruction is not None:
         return env.instruction
     return _kind(env).explain(_resolved(env), user_tools)
 
 
 def problems(env: EnvConfig) -> Iterator[str]:
-    """What the options alone can say against an environment."""
+    """Problems of the environment that the options alone show."""
     kind, call = _kind(env), _resolved(env).call
     if env.name not in KINDS and not env.name.rpartition(":")[0].endswith(".py"):
         yield f"env.name={env.name!r}: no such environment; use {', '.join(KINDS)} or file.py:Class"
@@ -158,7 +157,7 @@ def problems(env: EnvConfig) -> Iterator[str]:
 
 
 def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
-    """What speaks against `val.turns`."""
+    """Problems of `val.turns`."""
     most = max(turns, default=0)
     if turns and min(turns) < 1:
         yield "val.turns: a limit is at least one turn; try val.turns=[1,2,4,6,8,12]"
@@ -173,7 +172,7 @@ def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
 
 
 def load_user_code(env: EnvConfig) -> UserCode:
-    """Imports the user's files; a ConfigError says what they raise, or lack."""
+    """Import the user's files; raises a ConfigError if they fail or lack a method."""
     kind = _kind(env)
     if kind.make is None:
         found = kind.installed or user_symbol(env.name, f"env.name={env.name!r}")

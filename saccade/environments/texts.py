@@ -1,4 +1,4 @@
-"""The words of environments, from `texts.yaml`; its fingerprint is part of a run's manifest.
+"""The texts of environments, from `texts.yaml`, whose fingerprint is part of a run's manifest.
 
 >>> said("error", k=2, reason="it has no end")
 ('Request 2 failed: it has no end. Correct it, or answer.',)
@@ -28,7 +28,7 @@ def texts_hash() -> str:
 
 
 def said(text: str, /, **values: Any) -> tuple[str | Media, ...]:
-    """The text of that name with its fields filled, cut where an image stands."""
+    """The text of that name with its fields filled, split at images."""
     pieces: list[str | Media] = [""]
     for index, piece in enumerate(FIELD.split(_texts()[text])):
         value = values.get(piece, f"{{{piece}}}") if index % 2 else piece
@@ -40,5 +40,5 @@ def said(text: str, /, **values: Any) -> tuple[str | Media, ...]:
 
 
 def words(text: str, /, **values: Any) -> str:
-    """The same where no image stands."""
+    """The same as one string, for texts without images."""
     return "".join(str(piece) for piece in said(text, **values))

@@ -1,7 +1,7 @@
-"""From the scores of the terms to one reward: combine, then add what shapes it.
+"""Combine the scores of the terms into one reward, then add the shaping terms.
 
-Knows nothing of how a term was scored, nor of the scale and limits that training gives a reward.
-The raw outcome stays separate: filters and accuracy read it, never the reward.
+How a term was scored does not matter here; scaling and clipping of rewards belong to training. The raw outcome stays
+separate: filters and accuracy read it, never the reward.
 
     >>> combined = COMBINATIONS["min"]
     >>> combined([(1.0, 1.0), (0.5, 1.0)])
@@ -17,10 +17,10 @@ from typing import Any, Literal
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
-DROP_GROUP = "drop_group"  # kind of a reason that excludes the other members of a group, too
-DROPPED = f"{DROP_GROUP}: another member could not be scored"  # what is said of those
+DROP_GROUP = "drop_group"  # kind of reason that also excludes the other members of the group
+DROPPED = f"{DROP_GROUP}: another member could not be scored"  # the reason of those members
 NOT = "not "  # before the name of a term in a condition
-TIMES_OUTCOME = "times_outcome"  # in a score's info: its value counts as far as the answer does
+TIMES_OUTCOME = "times_outcome"  # key in a score's info: its value is multiplied by the raw outcome
 
 
 Pending = Score | Future[Score]
@@ -29,8 +29,8 @@ Kind = Literal["outcome", "format", "shaping"]
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """A verifier with its arguments. `submit` begins to score a sample, however that is done: in
-    place, in a worker process, by a judge, a model or a service; its futures hold no exception.
+    """A verifier with its arguments. `submit` starts scoring a sample: in place, in a worker process, or by a judge,
+    model or service; its futures never hold an exception.
     """
 
     name: str
@@ -39,16 +39,16 @@ class Term:
     kind: Kind
     args: Mapping[str, Any]
     needs_answer: bool = True
-    function: Callable[..., Score] | None = None  # None: nothing in this process scores it
-    judged: bool = False  # what it leaves open goes to the judge
-    learned: bool = False  # a model scores it, many samples at once
-    when: str = ""  # TERM, or not TERM: it counts only where that has a value above 0, or one that is not
-    submit: Callable[[RewardSample], Pending] = None  # type: ignore[assignment]  # a Scorer gives it one
+    function: Callable[..., Score] | None = None  # None: it is scored in another process
+    judged: bool = False  # the judge scores samples that the function leaves open
+    learned: bool = False  # scored by a model, in batches
+    when: str = ""  # TERM, or not TERM: counts only if that term's value is above 0, or is not
+    submit: Callable[[RewardSample], Pending] = None  # type: ignore[assignment]  # set by the Scorer
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRecipe:
-    """What the rows of one data source are scored with."""
+    """The terms that score the rows of one data source, and how they combine."""
 
     terms: tuple[Term, ...]
     outcome: int  # index of the term that counts as accuracy
@@ -63,14 +63,14 @@ class Scored:
 
     status: Literal["ok", "error", "abstain"]
     reward: float | None = None  # combined and shaped
-    outcome: float | None = None  # raw
+    outcome: float | None = None  # raw value of the outcome term
     parts: Mapping[str, float] = field(default_factory=dict)  # raw value of every term
     extracted: str | None = None
     reason: str = ""
 
     @property
     def reason_kind(self) -> str:
-        """What to count by: timeout, raised, none, nan, no_answer …"""
+        """The kind of reason, for counting: timeout, raised, none, nan, no_answer …"""
         return self.reason.partition(":")[0]
 
 
@@ -85,7 +85,7 @@ COMBINATIONS: dict[str, Callable[[Weighted], float]] = {
 
 
 def combine(recipe: RewardRecipe, scores: Sequence[Score]) -> Scored:
-    """An error of any term is an error; next comes an abstention, unless renormalised."""
+    """Combine the scores of one episode: any error is an error, else any abstention is one, unless renormalised."""
     outcome = scores[recipe.outcome]
     raw = None
     if outcome.kind == "value":
@@ -114,7 +114,7 @@ Pairs = Sequence[tuple[Term, Score]]
 
 
 def _reward(recipe: RewardRecipe, pairs: Pairs, gate: Score | None) -> float | None:
-    """The reward by the terms that have a value, weighing as much as all; None where none is left, or no gate."""
+    """The reward of the terms that have a value, weights rescaled; None if none is left, or the gate has no value."""
     judging = [(term.weight, score) for term, score in pairs if term.kind != "shaping"]
     values = [(score.value, weight) for weight, score in judging if score.kind == "value"]
     if len(values) < len(judging):
@@ -130,12 +130,12 @@ def _reward(recipe: RewardRecipe, pairs: Pairs, gate: Score | None) -> float | N
 
 
 def drops_group(reasons: Iterable[str]) -> bool:
-    """Whether one of the members, each with the reason of its score, costs the others theirs."""
+    """Whether the reason of any member excludes the whole group."""
     return any(reason.startswith(f"{DROP_GROUP}:") for reason in reasons)
 
 
 def _first(pairs: Pairs, kind: str) -> str:
-    """Why the first term of this kind gave no value: `kind: term: detail`."""
+    """The reason of the first score of this kind, as `kind: term: detail`; empty if there is none."""
     for term, score in pairs:
         if score.kind == kind:
             reason, _, detail = (score.reason or kind).partition(":")

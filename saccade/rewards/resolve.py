@@ -1,4 +1,4 @@
-"""The reward section of a config as recipes, one per data source; refuses what cannot run."""
+"""Turn the reward section of a config into recipes, one per data source; refuse what cannot run."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ def _math_and(shape: str, accuracy: float, form: float, **args: Any) -> tuple[di
     return ({"verifier": "math", "weight": accuracy}, {"verifier": f"format:{shape}", "weight": form, "args": args})
 
 
-# Named lists of terms, after the recipes that they come from.
+# Named lists of terms, called after the training recipes that they come from.
 PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "lmmr1_math": _math_and("think_answer", 1.0, 0.5, gap="none"),
     "r1v": _math_and("think_answer", 1.0, 1.0),
@@ -40,8 +40,8 @@ PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
 def resolve_recipes(
     config: RewardConfig, prompt_format: str | dict[str, str], max_tokens: int, overlong: tuple[int, float, int] | None
 ) -> tuple[dict[str, RewardRecipe], RewardRecipe | None]:
-    """Recipes by data source, and the one for all other sources, if there is one. A source whose answers have a format
-    of their own has a recipe of its own, which looks there.
+    """Returns (recipes by data source, the recipe of all other sources or None). A source with its own prompt format
+    has its own recipe, whose extractors match that format.
     """
     prompt = PromptConfig(format=prompt_format)
     apart = prompt_format if isinstance(prompt_format, dict) else {"default": prompt_format}
@@ -76,14 +76,14 @@ def resolve_recipes(
 
 
 def verifiers_for(config: RewardConfig, data_source: str) -> set[str]:
-    """Names of the terms that score rows of a source."""
+    """Names of the verifiers that score rows of a source."""
     value = config.by_source.get(data_source, config.by_source.get("default"))
     rows = _shared_rows(config) if value is None else read_terms(f"reward.by_source.{data_source}", value)
     return {row.verifier for row in rows}
 
 
 def _shared_rows(config: RewardConfig) -> Sequence[RewardTerm]:
-    """Those of reward.terms or reward.preset."""
+    """The terms of reward.terms or reward.preset."""
     if config.preset is None:
         return config.terms
     if config.preset not in PRESETS:
@@ -92,7 +92,7 @@ def _shared_rows(config: RewardConfig) -> Sequence[RewardTerm]:
 
 
 def read_terms(where: str, value: Any) -> list[RewardTerm]:
-    """A preset name, a verifier, a term, or a list of them."""
+    """Parse a preset name, a verifier, a term, or a list of them."""
     if isinstance(value, str):
         value = PRESETS.get(value, [value])
     rows = [value] if isinstance(value, Mapping) else value
@@ -132,7 +132,7 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
 
 
 def _arguments(where: str, row: RewardTerm, verifier: Verifier, prompt_format: str, max_tokens: int) -> dict[str, Any]:
-    """With the places to look at: those that the prompt asked for, then the verifier's, the whole text last."""
+    """A term's arguments; default `order` of extractors: the prompt format's, the verifier's, the whole text last."""
     parameters = dict(list(inspect.signature(verifier.function).parameters.items())[1:])
     for name in row.args:
         if name not in parameters:
@@ -143,7 +143,7 @@ def _arguments(where: str, row: RewardTerm, verifier: Verifier, prompt_format: s
         own = parameters["order"].default
         places = (*(place for place in FORMATS[prompt_format].order if place not in own), *own)
         args["order"] = tuple(sorted(places, key=lambda place: place == "whole"))
-    for response in ("", "<think>a</think><answer>1</answer>"):  # bad values of arguments show on any
+    for response in ("", "<think>a</think><answer>1</answer>"):  # bad values of arguments raise on any
         sample = RewardSample(id="probe", response=response, answer="1", length=1, max_tokens=max_tokens)
         try:
             verifier.function(sample, **args)
@@ -185,7 +185,7 @@ def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
     if not judging:
         helps = f"set reward.accuracy_term={terms[0].name} to count that one"
         raise ConfigError(f"{where}: no term judges the answer; {helps}")
-    # A learned score says little about right and wrong: what does goes before it.
+    # A learned score is a weak measure of correctness: any other term is preferred.
     return min(judging, key=lambda index: terms[index].learned)
 
 

@@ -1,7 +1,6 @@
-"""What a reward sees of one episode: plain data that also travels to worker processes as JSON.
+"""The input of a reward: plain data of one episode, sent to worker processes as JSON.
 
-Knows nothing of tokenizers or templates: `response` is the decoded text of the policy's tokens
-and nothing else.
+No tokenizers or templates: `response` is the decoded text of the policy's tokens and nothing else.
 
     >>> RewardSample(id="a", response="7", answer="7").golds
     ('7',)
@@ -32,7 +31,7 @@ class RewardSample:
     end_reason: str = "answered"
     images: Sequence[Mapping[str, Any]] = ()  # {"hash", "path", "size", "pixels": (least, most)}
     observations: Sequence[str] = ()
-    roles: Sequence[str] = ()  # of all that followed the question: turns and observations in order
+    roles: Sequence[str] = ()  # of each turn and observation after the question, in order
     answer: str | Sequence[str] | None = None
     references: Sequence[str] = ()  # further answers that count as right
     choices: Sequence[str] = ()
@@ -42,20 +41,20 @@ class RewardSample:
     think_prefilled: bool = False  # the template already opened <think>
     max_tokens: int = 0  # 0: the limit of the run
     media: Sequence[Media] = field(default=(), repr=False)  # of the question; stays in this process
-    asked: Sequence[Message] = field(default=(), repr=False)  # the question; it stays, too
-    replied: Sequence[Message] = field(default=(), repr=False)  # all that followed
-    unreadable: str = ""  # why nothing may score it; no such sample is given to a verifier
+    asked: Sequence[Message] = field(default=(), repr=False)  # the question; stays in this process
+    replied: Sequence[Message] = field(default=(), repr=False)  # all messages after it; stay in this process
+    unreadable: str = ""  # why it cannot be scored; if set, no verifier sees it
 
     @property
     def golds(self) -> tuple[str, ...]:
-        """Every text that counts as the right answer; a blank one is none."""
+        """Every text that counts as the right answer; blank texts do not count."""
         own = (self.answer,) if isinstance(self.answer, str) else tuple(self.answer or ())
         golds = own if not self.references else tuple(dict.fromkeys((*own, *self.references)))
         return tuple(gold for gold in golds if gold.strip())
 
     @property
     def text(self) -> str:
-        """The response as the reader of tags must see it."""
+        """The response with the <think> that the template prefilled, for parsing tags."""
         return "<think>" + self.response if self.think_prefilled else self.response
 
 
@@ -64,17 +63,17 @@ def no_gold(sample: RewardSample) -> Score:
 
 
 _BULKY = {"prompt", "messages", "token_ids", "observations", "roles", "images", "extra"}
-_HERE = {"media", "asked", "replied", "unreadable"}  # what never leaves this process
+_HERE = {"media", "asked", "replied", "unreadable"}  # fields that never leave this process
 
 
 def to_json(sample: RewardSample, *, brief: bool = False) -> str:
-    """`brief` leaves out what no isolated built-in verifier reads; of turns it reads the last of several."""
+    """`brief` leaves out fields that no isolated built-in verifier reads; `turns` is sent only if there are several."""
     left_out = _HERE | (_BULKY | ({"turns"} if len(sample.turns) < 2 else set()) if brief else set())
     return json.dumps({name: value for name, value in vars(sample).items() if name not in left_out}, default=plain)
 
 
 def reward_sample(sample: Sample, response: str, **fields: Any) -> RewardSample:
-    """A response to a row of data, with further `fields` of its rollout (length, truncated, …)."""
+    """The RewardSample of a response to a data row; `fields` are those of its rollout (length, truncated, …)."""
     messages = [{"role": m.role, "content": shown_text(m)} for m in sample.messages]
     row = {name: getattr(sample, name) for name in ("id", "data_source", "media", "answer", "choices", "extra")} | {
         "response": response,
@@ -100,5 +99,5 @@ def image_records(media: Sequence[Media]) -> list[dict[str, Any]]:
 
 
 def shown_text(message: Message) -> str:
-    """The text of a message, with marks where its media are."""
+    """The text of a message, with a mark such as <image> in place of each medium."""
     return "".join(part if isinstance(part, str) else f"<{part.kind}>" for part in message.parts)

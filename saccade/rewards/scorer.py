@@ -44,15 +44,15 @@ class Scorer:
         load_model: Callable[[str], Any] | None = None,
     ) -> None:
         """`overlong` is (buffer, factor, limit) of algorithm.overlong; a buffer of 0 means none.
-        `isolate` puts every rule into the worker processes, also those that need not be there.
-        `load_model` makes a folder into what scores; without it terms of models abstain.
+        `isolate` runs every rule in worker processes, even those that could run in place.
+        `load_model` loads the reward model of a folder; without it terms of models abstain.
         """
         self.config, self.max_tokens = config, max_tokens
         self._isolate, self._load_model = isolate, load_model
         self.pool: Any = None  # of worker processes
         self.judge: Any = None
         self.learned: Any = None
-        self.services: dict[str, tuple[str, Service]] = {}  # and the name of its first term
+        self.services: dict[str, tuple[str, Service]] = {}  # (name of the first term, service)
         recipes, default = resolve_recipes(config, prompt_format, max_tokens, overlong)
         try:
             self.recipes = {source: self._opened(recipe) for source, recipe in recipes.items()}
@@ -73,7 +73,7 @@ class Scorer:
                 part.close()
 
     def metrics(self) -> dict[str, float]:
-        """What the judge, services and models did since this was last called."""
+        """Metrics of the judge and of services since the last call."""
         metrics = self.judge.metrics() if self.judge is not None else {}
         for name, service in self.services.values():
             metrics |= {f"service/{name}/{key}": v for key, v in service.metrics().items()}
@@ -81,13 +81,13 @@ class Scorer:
 
     @property
     def terms(self) -> list[Term]:
-        """Those of all recipes."""
+        """The terms of all recipes."""
         recipes = [*self.recipes.values(), *filter(None, [self.default])]
         return [term for recipe in recipes for term in recipe.terms]
 
     @property
     def awaited(self) -> list[str]:
-        """The terms that are scored elsewhere: by workers, a judge, a service or a model."""
+        """Names of the terms that are scored elsewhere: by workers, a judge or a service."""
         return list(dict.fromkeys(t.name for t in self.terms if t.function is None or t.judged))
 
     def recipe(self, data_source: str) -> RewardRecipe:
@@ -105,12 +105,12 @@ class Scorer:
         return f"{term.name} looks in {', '.join(order)}" if order else f"by {term.name}"
 
     def check_sources(self, sources: Iterable[str]) -> None:
-        """Refuse rows that nothing is written for, before the first is scored."""
+        """Refuse data sources without a recipe, before the first row is scored."""
         for source in sorted(set(sources)):
             self.recipe(source)
 
     def check_media(self, samples: Iterable[Sample]) -> None:
-        """Refuse rows whose images a service needs and does not get, or a model cannot read."""
+        """Refuse rows with media that a service would not receive, or a reward model cannot read."""
         shown = {media.kind: media for sample in samples for media in sample.media}
         for _, service in self.services.values():
             service.check_media(set(shown))
@@ -118,8 +118,8 @@ class Scorer:
             self.learned.check_media(list(shown.values()))
 
     def component_weights(self, data_source: str) -> dict[str, float]:
-        """Name → weight of every term, shaping ones too, for an estimator that keeps them apart.
-        Refused where the reward is anything but their weighted sum.
+        """Name → weight of every term, shaping ones too, for an estimator that treats terms separately.
+        Refused unless the reward is their weighted sum.
         """
         recipe = self.recipe(data_source)
         weights = {term.name: term.weight for term in recipe.terms}
@@ -129,7 +129,7 @@ class Scorer:
         return weights
 
     def submit(self, sample: RewardSample) -> Future[Scored]:
-        """The result as a future that never holds an exception of a verifier."""
+        """Start scoring; the future never holds an exception of a verifier."""
         recipe = self.recipe(sample.data_source)
         if not sample.max_tokens:
             sample = replace(sample, max_tokens=self.max_tokens)
@@ -143,7 +143,7 @@ class Scorer:
         return future
 
     def flush(self) -> None:
-        """What waits for a model is scored now, in this thread; nothing without models."""
+        """Score all samples that are queued for reward models now, in this thread."""
         if self.learned is not None:
             self.learned.flush()
 
@@ -156,7 +156,7 @@ class Scorer:
         return replace(recipe, terms=tuple(replace(term, submit=self._submit_of(term)) for term in recipe.terms))
 
     def _submit_of(self, term: Term) -> Callable[[RewardSample], Pending]:
-        """Starts whatever scores the term, unless another term has started it."""
+        """The `submit` of a term. Starts the pool, judge, model or service that scores it, unless another term has."""
         if term.verifier in SERVICES:
             return self._service(term).submit
         if term.learned and self._load_model is not None:
@@ -177,7 +177,7 @@ class Scorer:
         return lambda sample: _then(first(sample), partial(judge.submit, sample))
 
     def _service(self, term: Term) -> Service:
-        """One for all terms that are alike."""
+        """The service of a term, shared by terms of the same verifier and arguments."""
         key = repr((term.verifier, sorted(term.args.items())))
         if key not in self.services:
             self.services[key] = (term.name, SERVICES[term.verifier](self.config, term.args))
@@ -202,7 +202,7 @@ def _in_place(function: Callable[..., Score], args: Mapping[str, Any], sample: R
 
 
 def _then(given: Any, go_on: Callable[[Any], Any]) -> Any:
-    """What `go_on` makes of a result; a future of it where the result is one, or what is made."""
+    """Apply `go_on` to a result or to that of a future. Returns a future if either `given` or its outcome is one."""
     if not isinstance(given, Future):
         return go_on(given)
     last: Future[Any] = Future()
@@ -224,7 +224,7 @@ def _then(given: Any, go_on: Callable[[Any], Any]) -> Any:
 
 
 def _gathered(begun: Sequence[Pending]) -> Any:
-    """All scores, or a future of them."""
+    """A list of all scores, or a future of it."""
     for index, each in enumerate(begun):
         if isinstance(each, Future):
             return _then(each, lambda score: _gathered([*begun[:index], score, *begun[index + 1 :]]))  # noqa: B023

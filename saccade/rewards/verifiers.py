@@ -1,7 +1,7 @@
 """The tables of verifiers and of response formats. Their rows are in plugins, imported when a config names them.
 
-A verifier is `f(sample, **args) -> Score` and what the scorer must know of it. `isolated` ones run in
-killable processes; the others are string checks of bounded cost and run in place.
+A verifier is `f(sample, **args) -> Score` with properties that the scorer reads. `isolated` ones run in processes that
+can be killed; the others are string checks of bounded cost and run in place.
 
     >>> VERIFIERS["count"].function(RewardSample(id="a", response="seven", answer="7")).value
     1.0
@@ -20,9 +20,9 @@ from saccade.rewards.combine import Kind, Pending
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.types import Sample, Score
 
-DEFAULT_NAME = "compute_score"  # of a function in a file
-LATE = "reward.deadline"  # names the option in the reason of a timeout
-EMPTY = ("[]", "{}", "null")  # the JSON of an answer that a row does not have
+DEFAULT_NAME = "compute_score"  # default name of a function in a file
+LATE = "reward.deadline"  # the option that the reason of a timeout names
+EMPTY = ("[]", "{}", "null")  # JSON of a missing answer
 KEPT, BROKEN = Score(kind="value", value=1.0), Score(kind="value", value=0.0, reason="format")
 
 
@@ -39,15 +39,15 @@ class Verifier:
     isolated: bool = False
     kind: Kind = "outcome"
     needs_answer: bool = True
-    judged: bool = False  # what it leaves open goes to the judge
-    learned: bool = False  # a model scores it, many samples at once
+    judged: bool = False  # the judge scores samples that the function leaves open
+    learned: bool = False  # scored by a model, in batches
     deadline: float | None = None  # seconds, where it is shorter than reward.deadline
-    prepare: Callable[[], object] | None = None  # slow imports, before the deadline counts
+    prepare: Callable[[], object] | None = None  # does slow imports before the deadline starts
     graded: bool = False  # an answer may be partly right
-    blank_counts: bool = False  # a blank gold is one: there is no label
-    empty_modes: tuple[str, ...] = ()  # in these, [] is a gold: there is no box
-    check_row: Callable[[Sample], None] | None = None  # raises ValueError for a row of no use
-    right: Callable[..., str] | None = None  # the best answer to a row, where it is not its gold
+    blank_counts: bool = False  # a blank gold is valid: there is no label
+    empty_modes: tuple[str, ...] = ()  # modes in which [] is a valid gold: there is no box
+    check_row: Callable[[Sample], None] | None = None  # raises ValueError for an unusable row
+    right: Callable[..., str] | None = None  # makes the best answer to a row, if that is not its gold
 
 
 def split_name(verifier: str) -> tuple[str, str] | None:
@@ -57,26 +57,26 @@ def split_name(verifier: str) -> tuple[str, str] | None:
 
 
 class Service(Protocol):
-    """Scores a term elsewhere; one object for all terms that are alike."""
+    """Scores a term elsewhere; shared by terms of the same verifier and arguments."""
 
     def check(self) -> None:
-        """Raises, before the first sample, what would fail for all of them."""
+        """Raises, before the first sample, an error that would affect all samples."""
 
     def check_media(self, kinds: Collection[str]) -> None:
-        """Refuses kinds of media that it would not see."""
+        """Refuses kinds of media that it would not receive."""
 
     def submit(self, sample: RewardSample) -> Pending:
-        """From any thread. A future holds a score, never an exception."""
+        """Score a sample; thread-safe. A future holds a score, never an exception."""
 
     def metrics(self) -> dict[str, float]:
-        """What happened since this was last called."""
+        """Metrics since the last call."""
 
     def close(self) -> None:
-        """Whoever still waits gets an error."""
+        """Close it; pending futures get an error score."""
 
 
 def has_gold(verifier: Verifier, sample: RewardSample, args: Mapping[str, Any]) -> bool:
-    """Whether a row has something to compare an answer with; a mask is such a thing, too."""
+    """Whether a row has a gold to compare an answer with; with mode=mask the mask is the gold."""
     if verifier.blank_counts:
         return sample.answer is not None
     mode = args.get("mode")
@@ -85,13 +85,13 @@ def has_gold(verifier: Verifier, sample: RewardSample, args: Mapping[str, Any]) 
 
 
 def _row_of(name: str, found: Any) -> Any:
-    """The row of this name, where a plugin gives all of its rows."""
+    """The row of this name, if the plugin exports a mapping of its rows."""
     return found[name.removeprefix("format:")] if isinstance(found, Mapping) else found
 
 
 def _row(name: str, found: Any) -> Verifier:
-    """What a plugin gives, as a row. A plain function of an installed package may hang, so it is killable; it may
-    return a number. Where there is no gold, nothing is compared, whatever the response and the arguments.
+    """Adapt an object of a plugin to a Verifier. A plain function of an installed package may hang, so it is isolated;
+    it may return a number. Without a gold the score is an abstention, whatever the response and the arguments.
     """
     found = _row_of(name, found)
     if isinstance(found, ResponseFormat):
@@ -119,4 +119,4 @@ def _row(name: str, found: Any) -> Verifier:
 
 VERIFIERS: Table[Verifier] = Table("verifiers", {}, _row)
 FORMATS: Table[ResponseFormat] = Table("formats", {}, _row_of)
-SERVICES: Table[Callable[..., Service]] = Table("services", {})  # called with reward: and a term's arguments
+SERVICES: Table[Callable[..., Service]] = Table("services", {})  # called with the reward section, a term's arguments
