@@ -1,1 +1,1 @@
-"""What the machine gives: child processes, disk, devices, and how records are written."""
+"""System services: child processes, disk, devices, and the codec of records."""

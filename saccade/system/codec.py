@@ -1,8 +1,8 @@
-"""One codec for records: JSON data beside named arrays, for files and for other processes.
+"""The codec of records: JSON data plus named arrays, for files and for other processes.
 
-`encode` puts the arrays of a record, and the files of its media by their hash, into `arrays`; what
-it returns is JSON. Fields with their default are left out. `decode` checks every field against the
-annotation of its record. Nothing is pickled. `pack` makes one block of bytes of both.
+`encode` puts the arrays of a record, and the files of its media by their hash, into `arrays` and returns JSON data.
+Fields with their default are left out. `decode` checks every field against the annotation of its record. Nothing is
+pickled. `pack` makes one block of bytes of both.
 
     >>> arrays: Arrays = {}
     >>> row = encode(Message(role="user", parts=("Hi",)), arrays)
@@ -25,8 +25,8 @@ import numpy as np
 from saccade.types import Media, Sample
 
 VERSION = 2  # of files that hold encoded records
-FILES = "media/"  # how the name of an array begins that holds the file of a medium
-LENGTH = struct.Struct("<I")  # of the JSON in a block of bytes
+FILES = "media/"  # name prefix of arrays that hold the files of media
+LENGTH = struct.Struct("<I")  # length of the JSON in a block of bytes
 
 Arrays = dict[str, np.ndarray]
 NO_ARRAYS: Mapping[str, np.ndarray] = MappingProxyType({})
@@ -34,7 +34,7 @@ NO_MEDIA: Mapping[str, Media] = MappingProxyType({})
 
 
 class MissingFile(LookupError):
-    """A medium whose file is neither in the arrays, nor shared, nor at a path: its hash."""
+    """A medium whose file is neither in the arrays, nor shared, nor at a path. The message is its hash."""
 
 
 def plain(value: Any) -> Any:
@@ -48,8 +48,8 @@ def plain(value: Any) -> Any:
 
 
 def encode(value: Any, arrays: Arrays | None = None, *, shared: Container[str] = (), name: str = "0") -> Any:
-    """A record, or a tuple of them, as JSON data; `name` begins the names of its arrays. The reader
-    has the files of the hashes in `shared`, so they are not added; without `arrays` none is.
+    """Encode a record, or a tuple of them, as JSON data; `name` prefixes the names of its arrays. Media files whose
+    hash is in `shared` are not added, as the reader has them; without `arrays` none is added.
     """
     if value is None or isinstance(value, str | int | float):
         return value
@@ -79,8 +79,8 @@ def encode(value: Any, arrays: Arrays | None = None, *, shared: Container[str] =
 
 
 def _add_file(media: Media, arrays: Arrays | None, shared: Container[str]) -> tuple[str, ...]:
-    """Fields that the row does not hold."""
-    from saccade.media.blob_file import encoded, root_hash  # brings libraries that few need
+    """Add the medium's file to `arrays` if needed. Returns the fields to leave out of its row."""
+    from saccade.media.blob_file import encoded, root_hash  # imports libraries that few callers need
 
     root = root_hash(media)
     if root in shared:
@@ -108,9 +108,7 @@ def files_of(sample: Sample) -> dict[str, Media]:
 def decode(
     kind: Any, row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, shared: Mapping[str, Media] = NO_MEDIA
 ) -> Any:
-    """The record of this type, or tuple of records. Raises ValueError where the data is not one,
-    and `MissingFile`.
-    """
+    """Decode a record of this type, or a tuple of records. Raises ValueError for other data, and `MissingFile`."""
     if not _fits(kind, row):
         raise ValueError(f"expected {kind.__name__ if isinstance(kind, type) else kind}, got {row!r:.80}")
     origin, options = get_origin(kind), get_args(kind)
@@ -169,7 +167,7 @@ def _hints(kind: Any) -> tuple[dict[str, Any], set[str]]:
 
 
 def _file(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray], shared: Mapping[str, Media]) -> dict[str, Any]:
-    """Where the medium of these fields has its content."""
+    """The fields that say where a medium has its content."""
     root = values["hash"].rpartition("-")[0] if values.get("box") else values["hash"]
     if root in shared:
         return {name: getattr(shared[root], name) for name in ("path", "data", "pictures")}
@@ -184,7 +182,7 @@ def _file(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray], shared: M
 
 
 def pack(row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS) -> list[memoryview]:
-    """The bytes of a block, in pieces: the arrays are not copied."""
+    """The bytes of a block, in pieces, so that arrays are not copied."""
     listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     head = json.dumps([row, listed], default=plain).encode()
     data = [array.ravel().view(np.uint8).data for array in arrays.values()]

@@ -1,14 +1,12 @@
-"""What goes into a folder, apart from writing it: files by their relative path, each with the
-function that writes it.
+"""Files to be written to a folder: pairs of a relative path and a function that writes the file.
 
-Collected between two steps. With `copy` a file holds its tensors as they are now, in main memory,
-and may be written while training changes them; without, it has to be written before that.
+Collected between two steps. With `copy` the tensors are copied to main memory and may be written while training goes
+on; without it, they have to be written before training changes them.
 
     files = [("optimizer.safetensors", tensor_file(host_copies(optimizer.state(), copy=True)))]
     write_files(folder, files)
 
-The memory of a copy is kept for the next one: pages that are new to a process cost many times what
-it takes to write them.
+The memory of a copy is reused by the next one: page faults on new memory cost many times more than filling it.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Writer = Callable[[Path], object]
-File = tuple[str, Writer]  # a path of "" is the folder itself, for what writes several
+File = tuple[str, Writer]  # the path "" is the folder itself, for writers of several files
 
-LEAST_SPARE = 1 << 20  # bytes of a copy; less is not worth a mapping of its own
-_SPARE: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # bytes → blocks that nothing uses
+LEAST_SPARE = 1 << 20  # bytes; smaller copies do not get a memory mapping of their own
+_SPARE: defaultdict[int, list[mmap.mmap]] = defaultdict(list)  # size in bytes → unused blocks
 
 
 def write_files(folder: Path, files: Iterable[File]) -> None:
@@ -39,7 +37,7 @@ def write_files(folder: Path, files: Iterable[File]) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         writer(target)
         for made in target.glob("*.safetensors") if target.is_dir() else [target]:
-            made.chmod(made.parent.stat().st_mode & 0o666)  # safetensors writes for its user alone
+            made.chmod(made.parent.stat().st_mode & 0o666)  # safetensors makes files private to the user
 
 
 def text_file(text: str) -> Writer:
@@ -57,8 +55,8 @@ def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
 
 
 def pretrained(model: Any, tensors: Mapping[str, Tensor]) -> Writer:
-    """A Hugging Face folder with these weights. How they are named and split there transformers
-    reads from the model and its config; what is done to those later changes nothing.
+    """Writer of a Hugging Face folder with these weights. transformers takes names and shards from the model and its
+    config, which are copied now, so later changes to them have no effect.
     """
     outline = _outline(model)
     for name in ("config", "generation_config"):
@@ -67,7 +65,7 @@ def pretrained(model: Any, tensors: Mapping[str, Tensor]) -> Writer:
 
 
 def _outline(module: Any) -> Any:
-    """The same modules once more, around the same tensors."""
+    """A copy of the module tree that shares its tensors."""
     if module is None:
         return None
     twin, own = object.__new__(type(module)), vars(module)
@@ -88,16 +86,16 @@ def on_host(tensor: Tensor, *, copy: bool) -> Tensor:
 
     blocks = _SPARE[tensor.nbytes]
     block = blocks.pop() if blocks else new_block(tensor.nbytes)
-    view = memoryview(block)  # which the tensor refers to, and all that are made of it
+    view = memoryview(block)  # referenced by the tensor and by all views of it
     weakref.finalize(view, blocks.append, block).atexit = False
     place = torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
     return place.copy_(tensor.detach())
 
 
 def new_block(size: int) -> mmap.mmap:
-    """Zeros."""
+    """A new block of zeros."""
     block = mmap.mmap(-1, size)
-    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer pages to make, none for a child
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # fewer page faults; not inherited by child processes
         with suppress(OSError):  # a kernel without it
             if hasattr(mmap, name):
                 block.madvise(getattr(mmap, name))
@@ -105,13 +103,13 @@ def new_block(size: int) -> mmap.mmap:
 
 
 def spare_bytes() -> int:
-    """Main memory that waits for the next copy."""
+    """Bytes of main memory that are held for the next copy."""
     return sum(size * len(blocks) for size, blocks in _SPARE.items())
 
 
 def host_copies(tensors: Mapping[str, Tensor], *, copy: bool) -> dict[str, Tensor]:
-    """Copies in main memory, tied weights as one tensor, which is written once. Without `copy` the
-    tensors themselves: whoever writes a file moves no more than that file at a time.
+    """Copies in main memory; tied weights are one tensor, which is written once. Without `copy` the tensors themselves:
+    the writer of a file moves only that file's tensors to main memory at a time.
     """
     copies: dict[Any, Tensor] = {}
 

@@ -1,7 +1,7 @@
-"""What accelerators can do at best, from their data sheets: the denominators of MFU and bandwidth
-share, and what a plan has to fit into.
+"""Peak performance and memory of accelerators, from data sheets: the denominators of MFU and of bandwidth utilisation,
+and the limits of a memory plan.
 
-A device that is not in the table has no peak: its shares are left out, never guessed.
+A device that is not in the table has no peak: its utilisation is left out, never guessed.
 
     >>> named("NVIDIA H200").tflops
     989.0
@@ -27,16 +27,16 @@ class Device:
     link: float | None = None  # 1e9 bytes per second to another GPU of the machine
     host: float | None = None  # 1e9 bytes per second to main memory
     network: float = 400.0  # 1e9 bytes per second that its machine sends to others: eight adapters of 400 Gb/s
-    count: int = 1  # of such devices that share a run
+    count: int = 1  # number of such devices in a run
 
     @property
     def is_gpu(self) -> bool:
         return self.name != "CPU"
 
 
-CONTEXT_GIB = 0.8  # of a process on a GPU before its first tensor
-OTHER_CHIPS = {"laptop"}  # share a name with a larger one
-MEMORY = re.compile(r"(\d+) ?g(?:i?b)?\b")  # in a name
+CONTEXT_GIB = 0.8  # GPU memory of a process before its first tensor
+OTHER_CHIPS = {"laptop"}  # words of smaller chips that share a larger one's name
+MEMORY = re.compile(r"(\d+) ?g(?:i?b)?\b")  # memory size in a device name
 
 
 @cache
@@ -45,7 +45,7 @@ def table() -> dict[str, list[float]]:
 
 
 def named(name: str) -> Device | None:
-    """The row of a device, by what a driver or a person calls it."""
+    """The row of a device by its name, as a driver reports it or a user writes it."""
     words = _words(name)
     for gpu, (memory, *peaks) in table().items():
         if _words(gpu) <= words and not words & OTHER_CHIPS:
@@ -55,7 +55,7 @@ def named(name: str) -> Device | None:
 
 
 def only(part: str) -> Device | None:
-    """The row that alone has all these words: a 4090 is an RTX 4090."""
+    """The row that has all these words, if only one has: 4090 gives the RTX 4090."""
     rows = [name for name in table() if _words(part) <= _words(name)]
     return named(rows[0]) if len(rows) == 1 else None
 
@@ -65,28 +65,28 @@ def _words(name: str) -> set[str]:
 
 
 def says_otherwise(name: str, device: Device) -> bool:
-    """Whether the name speaks of another memory than the row: a GH200's is that of its CPU."""
+    """Whether the name states another memory size than the row; a GH200's name states that of its CPU."""
     said = MEMORY.search(name.lower())
     fits = said is None or 0.85 < device.memory / int(said[1]) < 1.1
     return not fits and "gh200" not in name.lower()
 
 
 def in_precision(device: Device, dtype: str) -> Device:
-    """As `model.dtype` uses it: of full precision the table knows no peak."""
+    """The device as `model.dtype` uses it: the table has no peak for float32."""
     return replace(device, tflops=None) if dtype == "float32" else device
 
 
 def total_bytes(device: Any) -> int:
-    """Memory of the GPU, or the share of it that this process may take."""
+    """Memory of the GPU, or the part of it that this process may use."""
     import torch
 
-    index = torch.device(device).index  # torch asks for one here, unlike everywhere else
+    index = torch.device(device).index  # torch requires one here, unlike elsewhere
     share = torch.cuda.get_per_process_memory_fraction(torch.cuda.current_device() if index is None else index)
     return int(share * torch.cuda.mem_get_info(device)[1])
 
 
 def free_bytes(device: Any) -> int:
-    """What new tensors on this GPU may take, cached blocks included."""
+    """Bytes available to new tensors on this GPU, torch's cached blocks included."""
     import torch
 
     free, reserved = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
@@ -95,14 +95,14 @@ def free_bytes(device: Any) -> int:
 
 
 def free_host_bytes() -> int:
-    """Main memory that this process can still take, of the machine and within its limits."""
+    """Bytes of main memory that this process can still use, of the machine and within its cgroup limits."""
     import psutil
 
     return min([psutil.virtual_memory().available, *left_in_groups()])
 
 
-# Of control groups, both versions: the controller, its limit, what is used, and what of that is
-# only a cache of files.
+# cgroups v2 and v1: controller, files with limit and usage, and the memory.stat key of the file cache in that usage,
+# which can be reclaimed.
 GROUPS = (
     ("", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -110,8 +110,8 @@ GROUPS = (
 
 
 def left_in_groups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
-    """What each limit leaves that a container or a scheduler has set; the machine's own numbers do
-    not show it.
+    """Bytes left under each cgroup limit, as set by a container or a scheduler; the machine's own numbers do not show
+    these limits.
     """
     lines = own.read_text().splitlines() if own.is_file() else []
     groups = {controller: group for _, controller, group in (line.split(":", 2) for line in lines)}
@@ -128,7 +128,7 @@ def left_in_groups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
 
 
 def limit_memory(device: Any, gib: float) -> None:
-    """This process takes no more than that of the GPU, its context included."""
+    """Limit this process to `gib` of GPU memory, CUDA context included."""
     import torch
 
     total = torch.cuda.mem_get_info(device)[1]
@@ -139,7 +139,7 @@ def limit_memory(device: Any, gib: float) -> None:
 
 
 def no_limit(gib: float | None, device: Device) -> str | None:
-    """Why `run.gpu_memory_gib` limits nothing on this device; None where it does, or is not set."""
+    """Why `run.gpu_memory_gib` has no effect on this device; None if it has, or is not set."""
     if gib is None or (device.is_gpu and gib <= device.memory):
         return None
     most = f": {device.name} has {device.memory:.1f} GiB to give" if device.is_gpu else " on a CPU; it is for a GPU"
@@ -147,7 +147,7 @@ def no_limit(gib: float | None, device: Device) -> str | None:
 
 
 def unoccupied(wanted: str = "auto") -> Device:
-    """The device of this process with the memory that other processes have left."""
+    """The device of this process, with only the memory that other processes leave free."""
     import torch
 
     device = present(wanted)
@@ -157,9 +157,7 @@ def unoccupied(wanted: str = "auto") -> Device:
 
 
 def present(wanted: str = "auto") -> Device:
-    """What `run.device` means here: the GPU of this process with the memory that it has, or the
-    CPU.
-    """
+    """The device that `run.device` selects: the GPU of this process with its actual memory, or the CPU."""
     import torch
 
     if wanted == "cpu" or not torch.cuda.is_available():

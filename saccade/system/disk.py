@@ -1,6 +1,6 @@
-"""Places to write to: whether they take anything, and how much. Knows nothing of what is written.
+"""Checks of folders to write to: whether they are writable, and how much space is free.
 
-Asked before the work whose results go there; `refusal` words what fails later all the same.
+Called before the work whose results go there; `refusal` explains errors that happen later anyway.
 
     require_writable(config.run.out, "run.out")
     if free_bytes(folder) < needed: print(f"{size(needed)} do not fit")
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from saccade.errors import EnvironmentProblem
 
-# What a file system may have against a path that is read or written, and what helps.
+# Errors of a file system when a path is read or written, and what helps.
 FULL = "free some space, or write to a larger disk"
 REFUSALS = dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), FULL) | {
     errno.EACCES: "change its permissions, or give another path",
@@ -35,7 +35,7 @@ def require_writable(path: str | Path, option: str, *, file: bool = False) -> No
 
 
 def unwritable(path: str | Path, option: str, *, file: bool = False) -> tuple[str, str] | None:
-    """Why it cannot, and what to do; None where it can."""
+    """Why the path cannot be written, and what to do; None if it can."""
     whole = Path(path).absolute()
     try:
         if file and whole.is_dir():
@@ -56,18 +56,18 @@ def unwritable(path: str | Path, option: str, *, file: bool = False) -> tuple[st
 
 
 def free_bytes(folder: str | Path) -> int:
-    """Where a folder is, or will be."""
+    """Free bytes on the disk of a folder that exists or will be made."""
     return shutil.disk_usage(nearest(Path(folder).absolute())).free
 
 
 def nearest(path: Path) -> Path:
-    """The path itself, or the last folder of it that is there."""
+    """The path itself, or its nearest parent that exists."""
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 def refusal(error: BaseException) -> str | None:
-    """What a file system said and what helps; None where it was something else. Libraries in Rust,
-    such as safetensors, give the number in their text only.
+    """The file system's error and what helps; None for other errors. Libraries in Rust, such as safetensors, give the
+    error number in their message only.
     """
     named = re.search(r"\(os error (\d+)\)", str(error))
     number = error.errno if isinstance(error, OSError) else int(named[1]) if named else None

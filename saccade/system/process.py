@@ -1,10 +1,9 @@
-"""Child processes that can be asked, timed, killed and replaced: reward workers, environments of
-the user, engine replicas.
+"""Child processes with requests, timeouts, kill and restart: reward workers, the user's environments, engine replicas.
 
-A child is a module that is run with a socket as its standard input. Both sides send blocks of JSON
-and arrays (`codec.pack`). A child leads its process group, so that what it starts ends with it, and
-it ends itself when its parent is gone, however that happened. What it prints cannot disturb the
-socket: it goes to the standard error of the parent, up to a limit, or to a log.
+A child runs a module, with a socket as its standard input. Both sides send blocks of JSON and arrays (`codec.pack`). A
+child leads its own process group, so the processes it starts are killed with it, and it exits when its parent is gone,
+for whatever reason. What it prints cannot disturb the socket: it goes to the standard error of the parent, up to a
+limit, or to a log.
 
     child = Child("saccade.plugins.reward_workers.worker", who="a reward")     # in the parent
     reply = child.ask({"verifier": "count"}, seconds=10).row
@@ -37,13 +36,13 @@ import numpy as np
 
 from saccade.system.codec import NO_ARRAYS, Arrays, pack, unpack
 
-SIZE = struct.Struct("<Q")  # of a block, in front of it
-LARGEST = 64 << 20  # bytes of a block from code of the user
-SHOWN = 1 << 18  # bytes of what a process of the user's code prints
-LOOK_EVERY = 1.0  # seconds between two looks at whether the other process still exists
-DEATH_SIGNAL = 1  # of prctl
-STACKS = "SACCADE_STACKS"  # names the file that a child writes its stacks to, when it gets SIGUSR1
-LOST = -1  # the exit code of one elsewhere, whose own nobody knows
+SIZE = struct.Struct("<Q")  # prefix of a block: its size
+LARGEST = 64 << 20  # bytes of a block from a process with the user's code
+SHOWN = 1 << 18  # bytes of a child's output that are forwarded
+LOOK_EVERY = 1.0  # seconds between two checks that the other process is alive
+DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
+STACKS = "SACCADE_STACKS"  # variable with the file to which a child dumps its stacks on SIGUSR1
+LOST = -1  # exit code of a remote process, whose own is unknown
 TIED = (
     "import runpy, sys; from saccade.system.process import end_with_parent; end_with_parent(); "
     "runpy.run_module(sys.argv[1], run_name='__main__', alter_sys=True)"
@@ -51,7 +50,7 @@ TIED = (
 
 
 class Ended(ConnectionError):
-    """The other process ended, or sent what cannot be read."""
+    """The other process ended, or sent unreadable data."""
 
 
 class Block(NamedTuple):
@@ -66,13 +65,13 @@ class Channel:
         link.setblocking(False)
         self.link, self.largest = link, largest
         self._sending = threading.Lock()
-        self._room, self._filled = bytearray(SIZE.size), 0  # of the size of the next block, then of the block
-        self._sized, self.received = False, 0  # bytes in all
+        self._room, self._filled = bytearray(SIZE.size), 0  # buffer: the size of the next block, then the block
+        self._sized, self.received = False, 0  # `received`: bytes in total
 
     def send(
         self, row: Mapping[str, Any], arrays: Mapping[str, np.ndarray] = NO_ARRAYS, *, seconds: float | None = None
     ) -> None:
-        """TimeoutError where the other side does not read; it cannot be used after that."""
+        """Send a block. Raises TimeoutError if the other side does not read; the channel is unusable after that."""
         block = pack(row, arrays)
         end = None if seconds is None else time.monotonic() + seconds
         with self._sending:
@@ -114,7 +113,7 @@ class Channel:
 
     def _wait(self, event: int, end: float | None) -> bool:
         left = None if end is None else max(0.0, end - time.monotonic()) * 1000
-        poll = select.poll()  # select.select knows no file number beyond 1023
+        poll = select.poll()  # select.select fails for file descriptors above 1023
         poll.register(self.link, event)
         return bool(poll.poll(left))
 
@@ -123,7 +122,7 @@ class Channel:
 
 
 class Process:
-    """One at the end of a channel, which ends when that does."""
+    """A process at the other end of a channel. It ends when the channel is closed."""
 
     asked = 0  # the id of the last request
     gone = False  # it has closed its side
@@ -132,13 +131,13 @@ class Process:
         self.channel = channel
 
     def ask(self, row: Mapping[str, Any], *, seconds: float) -> Block:
-        """The first answer to a request. TimeoutError or `Ended` where there is none."""
+        """Send a request and return the first answer. Raises TimeoutError or `Ended`."""
         self.asked += 1
         self.channel.send({**row, "id": self.asked}, seconds=seconds)
         return self.answer(seconds)
 
     def answer(self, seconds: float) -> Block:
-        """The next answer to the last request; answers to earlier ones are passed over."""
+        """The next answer to the last request; answers to earlier ones are skipped."""
         end = time.monotonic() + seconds
         while (block := self.receive(max(0.0, end - time.monotonic()))) is not None:
             if block.row["id"] == self.asked:
@@ -146,7 +145,7 @@ class Process:
         raise TimeoutError(f"no answer after {seconds:g} s")
 
     def receive(self, seconds: float) -> Block | None:
-        """As that of a channel."""
+        """`Channel.receive`; remembers if the process has ended."""
         try:
             return self.channel.receive(seconds)
         except Ended:
@@ -154,23 +153,23 @@ class Process:
             raise
 
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the process runs."""
         return LOST if self.gone else None
 
     def kill(self) -> None:
-        """With all that it has started; also when it hangs."""
+        """End the process and its children, even if it hangs."""
         with suppress(OSError):
             self.channel.link.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """For the thread that receives from it."""
+        """Kill the process and close the channel. Call it from the thread that receives."""
         self.kill()
         self.channel.link.close()
 
 
 class Child(Process):
-    """A process that runs a module of this package. One that ties itself to its parent ends with
-    the thread that made it. `who` is named when it prints too much; a `log` takes everything.
+    """A process that runs a module of this package. A child that is tied to its parent ends with the thread that
+    started it. `who` names it in the warning about too much output; a `log` receives all output.
     """
 
     def __init__(
@@ -183,7 +182,7 @@ class Child(Process):
         largest: int | None = LARGEST,
         tied: bool = False,
     ) -> None:
-        """`tied`: it ends with this one from its first moment, before it has imported what it runs."""
+        """`tied`: the child is tied to its parent from the start, before it imports its module."""
         root = str(Path(__file__).resolve().parents[2])
         search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         link, theirs = socket.socketpair()
@@ -200,10 +199,10 @@ class Child(Process):
         self._shown = show_output(self.popen.stderr, who) if self.popen.stderr else None
 
     def receive(self, seconds: float) -> Block | None:
-        """What the process has started may keep its socket open: so whether it still runs is looked at, too."""
+        """`Channel.receive`; also polls the process, as its children may keep the socket open after it has ended."""
         end = time.monotonic() + seconds
         while True:
-            ended = self.popen.poll() is not None  # before: it may have answered and then ended
+            ended = self.popen.poll() is not None  # polled first: it may answer and then end
             left = end - time.monotonic()
             block = self.channel.receive(0 if ended else max(0.0, min(LOOK_EVERY, left)))
             if block is not None or (left <= 0 and not ended):
@@ -212,18 +211,18 @@ class Child(Process):
                 raise Ended("its process ended")
 
     def exit_code(self) -> int | None:
-        """One that has just closed its socket gets a moment to end."""
+        """The exit code or None; waits 50 ms, in case the process has just closed its socket."""
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(timeout=0.05)
         return self.popen.returncode
 
     def wait(self, seconds: float) -> None:
-        """Until it has ended; subprocess.TimeoutExpired if it has not by then."""
+        """Wait until the process has ended; raises subprocess.TimeoutExpired."""
         self.popen.wait(timeout=seconds)
 
     def kill(self) -> None:
         if self.popen.poll() is None:
-            with suppress(ProcessLookupError):  # another thread has just seen its end
+            with suppress(ProcessLookupError):  # another thread has just reaped it
                 os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
 
@@ -234,15 +233,15 @@ class Child(Process):
 
 
 def show_output(pipe: IO[bytes], who: str) -> threading.Thread:
-    """Passes on what a process prints, up to SHOWN bytes; the rest is read all the same, for the
-    process would wait otherwise. Ends with the last process that may print there.
+    """Forward what a process prints, up to SHOWN bytes; the rest is read and dropped, as a full pipe would block the
+    process. The thread ends when the last writer has closed the pipe.
     """
 
     def forward() -> None:
         left = SHOWN
         with pipe:
             while data := os.read(pipe.fileno(), 1 << 16):
-                with suppress(OSError):  # nobody may be there to read it
+                with suppress(OSError):  # standard error may be closed
                     os.write(2, data[: max(0, left)])
                 left -= len(data)
                 if left < 0:
@@ -264,7 +263,7 @@ def _say_enough(who: str) -> None:
 
 
 def connect(*, tied: bool) -> Channel:
-    """To the parent. From here on standard input is empty, and prints go to standard error."""
+    """Connect to the parent. Afterwards standard input is empty, and prints go to standard error."""
     if tied:
         end_with_parent()
     if file := os.environ.get(STACKS):
@@ -277,14 +276,14 @@ def connect(*, tied: bool) -> Channel:
 
 
 def end_with_parent() -> None:
-    """The kernel ends this process with the thread that started it, even while it hangs."""
+    """Make the kernel kill this process when the thread that started it ends, even if it hangs (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
 
 
 def listen(channel: Channel, *, tied: bool = True) -> queue.SimpleQueue[Block]:
-    """What the parent sends. A thread reads it, and ends this process when the parent is gone,
-    whatever the main thread is stuck in. Not `tied`: the other side is no parent.
+    """A queue of the parent's blocks, filled by a thread. The thread ends this process when the parent is gone, even if
+    the main thread hangs. Not `tied`: the other side is not the parent, so only the connection counts.
     """
     inbox: queue.SimpleQueue[Block] = queue.SimpleQueue()
 
@@ -304,7 +303,7 @@ def listen(channel: Channel, *, tied: bool = True) -> queue.SimpleQueue[Block]:
 
 
 def end() -> NoReturn:
-    """This process, with what it has started or forked where it leads them."""
+    """Kill this process, and its whole process group if it leads one."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

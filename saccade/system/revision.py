@@ -13,10 +13,10 @@ BAKED = PACKAGE / "commit.txt"
 
 @cache  # of the code that this process runs
 def revision() -> str | None:
-    """With '-dirty' when files of the source tree differ from it; None: nobody knows."""
+    """The commit, with '-dirty' if files of the source tree differ from it; None if unknown."""
     if BAKED.is_file():
         return BAKED.read_text(encoding="utf-8").strip()
-    if not (PACKAGE.parent / ".git").exists():  # the package may lie in a folder of somebody's repository
+    if not (PACKAGE.parent / ".git").exists():  # the package may be installed inside another repository
         return None
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
