@@ -1,6 +1,6 @@
-"""Rewards become an update here: axes of pure functions, and rows that name one of each.
+"""RL algorithms: one table of pure functions per axis; a preset names one function of each.
 
-`config/schema/presets.yaml` holds the rows, `build.build` makes an `Algorithm` of a config,
-`annotate` writes what is known before training, `objective` is the loss. Nothing in this folder knows
-of models or engines. The tables import no torch; `annotate` and `objective` do.
+`config/schema/presets.yaml` holds the presets, `build.build` makes an `Algorithm` of a config,
+`annotate` writes per-token columns before training, `objective` is the loss. Nothing in this folder
+knows of models or engines. The tables import no torch; `annotate` and `objective` do.
 """

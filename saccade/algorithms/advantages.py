@@ -1,8 +1,8 @@
-"""Rewards become advantages, over whole groups of a whole step, in float64 on the CPU.
+"""Advantages from rewards, over whole groups of a whole step, in float64 on the CPU.
 
-An estimator is `f(inputs, *, options) -> [T]`. What holds for all of them is done once, in
-`compute`: a group shrunk to one member does not train, a constant group gets exactly 0, whitening
-happens at most once, the clip comes last. Knows nothing of losses, masks or how rewards were made.
+An estimator is `f(inputs, *, options) -> [T]`. `compute` applies the rules common to all of them: a
+group shrunk to one member does not train, a constant group gets exactly 0, whitening happens at most
+once, the clip comes last. Knows nothing of losses, masks or how rewards were made.
 Axes: S members (sequences), T policy tokens, K terms of the reward; tokens of a member are
 contiguous and in order of time.
 
@@ -30,25 +30,25 @@ INFINITY = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """What an estimator sees. A property `group_*` has one value per member, of its own group."""
+    """Inputs of an estimator. The properties `group_*` give each member the value of its group."""
 
-    rewards: Tensor  # [S] shaped; anything, also NaN, where a member is not in the baseline
-    groups: Tensor  # [S] int64
-    live: Tensor  # [S] bool: trains
+    rewards: Tensor  # [S] shaped; ignored, may be NaN, where a member is not in the baseline
+    groups: Tensor  # [S] int64, index of the group of each member
+    live: Tensor  # [S] bool: the member trains
     baseline: Tensor  # [S] bool: enters the statistics of its group; every live member does
-    lengths: Tensor  # [S] policy tokens of a member
+    lengths: Tensor  # [S] number of policy tokens of a member
     sequence: Tensor  # [T] member of each policy token
-    token_penalties: Tensor  # [T] KL in the reward, times its coefficient; zeros without
-    # What only some estimators read.
-    values: Tensor | None = None  # [T] of the critic, at the position that predicts the token
-    final_values: Tensor | None = None  # [S] value after the last token; None: 0, episodes end
+    token_penalties: Tensor  # [T] KL in the reward, times its coefficient; 0 without one
+    # Read by some estimators only.
+    values: Tensor | None = None  # [T] the critic's value at the position that predicts the token
+    final_values: Tensor | None = None  # [S] the critic's value after the last token; None: 0
     greedy: Tensor | None = None  # [S] reward of the group's greedy rollout; NaN: it failed
     components: Tensor | None = None  # [S, K] terms of the reward, shaping included
-    component_weights: Tensor | None = None  # [K], or [S, K] where members have their own
-    domain_weights: Tensor | None = None  # [S] of the group: `weigh` of the estimator
+    component_weights: Tensor | None = None  # [K], or [S, K] if they differ between members
+    domain_weights: Tensor | None = None  # [S] weight of the group, from the estimator's `weigh`
     drift: Tensor | None = None  # [S] sum over tokens of k3(old, ref)
-    turns: Tensor | None = None  # [T] the turn of each token, from 0
-    earned: Tensor | None = None  # [S, turns] what the environment gave for each, a part of the reward
+    turns: Tensor | None = None  # [T] turn of each token, from 0
+    earned: Tensor | None = None  # [S, turns] the environment's reward of each turn, a part of `rewards`
 
     def __post_init__(self) -> None:
         assert bool((self.baseline | ~self.live).all()), "a live member must be in the baseline"
@@ -78,7 +78,7 @@ class AdvantageInputs:
 
     @cached_property
     def group_size(self) -> Tensor:
-        """[S] members in the baseline of the group, at least 1 so that it may divide."""
+        """[S] number of members in the baseline of the group; at least 1, as it is a divisor."""
         return self.group_sum(self.scores.new_ones(len(self.scores))).clamp(min=1)
 
     @cached_property
@@ -98,12 +98,12 @@ class AdvantageInputs:
 
     @cached_property
     def token_rewards(self) -> Tensor:
-        """[T] the reward on the last token, minus the KL of each."""
+        """[T] the member's reward on its last token, minus the KL of each token."""
         rewards = self.per_token(self.rewards.where(self.baseline, 0.0))
         return rewards.where(self.ends, 0.0) - self.token_penalties
 
     def same(self, values: Tensor) -> Tensor:
-        """[S] -> [S] bool: equal in the group by range; a rounding residue is no difference."""
+        """[S] -> [S] bool: all values of the group are equal up to rounding, by their range."""
         high, low = self.group_max(values), -self.group_max(-values)
         return high - low <= CONSTANT_TOLERANCE * high.abs().maximum(low.abs()).clamp(min=1)
 
@@ -131,7 +131,7 @@ class AdvantageInputs:
         """[T] -> [T]: sum over s >= t of rate^(s-t) values_s, within each member."""
         total, reach = values, 1
         longest = int(self.sequence.bincount().max()) if len(values) else 0
-        while reach < longest:  # doubling: after k rounds each token has seen 2^k of its member
+        while reach < longest:  # doubling: after k rounds each token has the sum over 2^k tokens of its member
             same = self.sequence[reach:] == self.sequence[:-reach]
             later = total.new_zeros(len(total))
             later[:-reach] = total[reach:].where(same, 0.0)
@@ -150,7 +150,7 @@ def whitened(values: Tensor, live: Tensor, *, whiten: bool = True, whiten_std: b
         return values
     inside = values[live]
     if not len(inside) or is_constant([float(inside.min()), float(inside.max())]):
-        return values.new_zeros(len(values))  # not the rounding of the mean, scaled up
+        return values.new_zeros(len(values))  # dividing would only scale up the rounding error of the mean
     scale = (inside.var() + 1e-8).sqrt() if whiten_std and len(inside) > 1 else 1.0
     return ((values - inside.mean()) / scale).where(live, 0.0)
 
@@ -167,7 +167,7 @@ def grpo(inputs: AdvantageInputs, *, std_eps: NotNegative = 1e-6) -> Tensor:
 @add(ADVANTAGES, "R - mean_g, whitened over the tokens", name="reinforce_pp_baseline", group=True, whiten=whitened)
 @add(ADVANTAGES, "R - mean_g", group=True, by_member=True)
 def no_std(inputs: AdvantageInputs) -> Tensor:
-    """Dr. GRPO, arXiv 2503.20783: without a divisor easy and hard prompts weigh as their spread."""
+    """Dr. GRPO, arXiv 2503.20783: without the division, prompts weigh in proportion to their std."""
     return inputs.per_token(inputs.centred)
 
 
@@ -206,38 +206,38 @@ def gae(inputs: AdvantageInputs, *, gamma: PositiveShare = 1.0, lam: Share = 0.9
     return inputs.sum_from(surprise, gamma * lam)
 
 
-# -- what holds for every estimator ----------------------------------------------------------------
+# -- rules for every estimator ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
     values: Tensor  # [T] float64, 0 where the member is not live
-    returns: Tensor | None  # [T] what the critic learns, 0 where not live; None without a critic
+    returns: Tensor | None  # [T] the critic's targets, 0 where not live; None without a critic
     live: Tensor  # [S] bool, without singletons and, if wanted, without constant groups
-    clip_frac: float  # live tokens beyond adv_clip, before it acts
-    # Groups: constant ones by whether their common reward is below 1/2, those of one member, and those
-    # without a greedy reward.
+    clip_frac: float  # share of live tokens beyond adv_clip before clipping
+    # Numbers of groups: constant_low and constant_high (their common reward is below 1/2, or not),
+    # singleton (one member), no_baseline (no greedy reward).
     counts: Mapping[str, int]
 
 
 def compute(
     estimator: Entry, inputs: AdvantageInputs, *, adv_clip: float = 0.0, drop_constant: bool = False
 ) -> Advantages:
-    """`adv_clip` 0: off."""
+    """Run an estimator and apply the rules common to all estimators. `adv_clip` 0: off."""
     nobody, present = inputs.live & ~inputs.live, inputs.lengths > 0
     has_baseline = present if inputs.greedy is None or not estimator.greedy else inputs.greedy.isfinite()
     no_baseline, present = inputs.live & present & ~has_baseline, present & has_baseline
     inputs = replace(inputs, live=inputs.live & present, baseline=inputs.baseline & present)
     singleton = inputs.live & (inputs.group_sum(inputs.live.double()) < 2) if estimator.group else nobody
     live = inputs.live & ~singleton
-    # Where terms are compared one by one, all of them must be constant.
+    # If terms are compared one by one, a group is constant only if all of them are.
     terms = [inputs.scores] if inputs.components is None or not estimator.components else inputs.components.T
     constant = live & reduce(and_, map(inputs.same, terms)) if estimator.group else nobody
     inputs = replace(inputs, live=live & ~constant if drop_constant else live)
 
     raw = inputs.only(estimator(inputs), inputs.live)
     values = estimator.bound("whiten")(raw, inputs.per_token(inputs.live)) if estimator.whiten else raw
-    # Also after whitening: its shift would push a group that says nothing.
+    # Also after whitening, whose shift would give constant groups a nonzero advantage.
     values = inputs.only(values, ~constant)
     clip_frac = 0.0
     if adv_clip > 0:

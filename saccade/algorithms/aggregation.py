@@ -1,11 +1,11 @@
-"""How token losses become one number: every aggregation is a constant per sequence.
+"""How token losses become one number: every aggregation is a constant factor per sequence.
 
     loss = sum over tokens of  l * k * w * scale[sequence]
 
-so a micro-batch, a rank or an order of samples cannot change the result: scales are computed once
-over all sequences of an optimizer step and travel with the tokens. Knows nothing of losses. An
-aggregation sees lengths [S] (0: not live), the trajectory and the group of each sequence [S] and
-gives a scale [S]. Axes: T tokens, S sequences.
+Scales are computed once over all sequences of an optimizer step and stored with the tokens, so
+micro-batches, ranks and the order of samples cannot change the result. Knows nothing of losses. An
+aggregation gets lengths [S] (0: not live), the trajectory and the group of each sequence [S], and
+returns a scale [S]. Axes: T tokens, S sequences.
 
     >>> token_scales(AGGREGATIONS["seq_mean"], sequence, live=live)[0].sum()
     tensor(1., dtype=torch.float64)
@@ -41,7 +41,7 @@ def seq_sum(lengths: Tensor, trajectory: Tensor, group: Tensor) -> Tensor:
 
 @add(AGGREGATIONS, "sum(l) / (S * fixed_length)")
 def fixed(lengths: Tensor, trajectory: Tensor, group: Tensor, *, fixed_length: Count) -> Tensor:
-    """A constant in place of the length, as Dr. GRPO (arXiv 2503.20783)."""
+    """A constant in place of the length, as in Dr. GRPO (arXiv 2503.20783)."""
     return inverse((_live(lengths) * fixed_length).expand_as(lengths), lengths)
 
 
@@ -57,14 +57,14 @@ def inverse(denominator: Tensor, lengths: Tensor) -> Tensor:
 
 def token_scales(
     aggregation: Callable[..., Tensor],
-    sequence: Tensor,  # [T] index into what follows
+    sequence: Tensor,  # [T] index of the sequence of each token
     *,
     live: Tensor,  # [S] bool
-    group: Tensor | None = None,  # [S]; None: each sequence is its own
+    group: Tensor | None = None,  # [S]; None: each sequence is its own group
     counted: Tensor | None = None,  # [T] bool, tokens that count as trained; None: all
 ) -> tuple[Tensor, Tensor]:
-    """Scales [T] in float64, 0 on tokens that do not count, and how many do of each sequence [S].
-    The only place where exclusion enters the loss, numerator and denominator together.
+    """Returns scales [T] in float64, 0 for tokens that do not count, and the number of counted tokens of
+    each sequence [S]. Exclusion enters the loss only here, numerator and denominator together.
     """
     counted = sequence >= 0 if counted is None else counted
     owners, counts = chosen(sequence, counted).unique_consecutive(return_counts=True)
@@ -73,7 +73,7 @@ def token_scales(
 
 
 def sequence_scales(aggregation: Callable[..., Tensor], lengths: Tensor, group: Tensor | None = None) -> Tensor:
-    """[S], from how many tokens of each sequence count."""
+    """Scales [S], from the number of counted tokens of each sequence [S]."""
     own = lengths.new_ones(len(lengths)).cumsum(0)
     return aggregation(lengths, own, own if group is None else group)
 
@@ -82,10 +82,10 @@ def sequence_scales(aggregation: Callable[..., Tensor], lengths: Tensor, group: 
 
 
 def only(values: Tensor, mask: Tensor, other: float = 0.0) -> Tensor:
-    """Values [T] where the mask is set, else the `other` one. On a CPU nothing is copied where all are set."""
+    """Values [T] where the mask is set, else `other`. On a CPU, returns `values` itself if the mask is all set."""
     return values if mask.device.type == "cpu" and mask.numpy().all() else values.where(mask, other)
 
 
 def chosen(values: Tensor, mask: Tensor) -> Tensor:
-    """Values [T] where the mask is set; they themselves, not copied, where all are."""
+    """The values where the mask [T] is set; `values` itself, not a copy, if all of it is."""
     return values if mask.numpy().all() else values[mask]

@@ -1,5 +1,5 @@
-"""What an algorithm carries from one step to the next: coefficients that follow a measurement,
-moments of rewards, and how often and how well each domain was answered.
+"""State that an algorithm carries from step to step: coefficients that a controller adapts, moments of
+rewards, and how often and how well each domain was answered.
 
 A frozen record that a checkpoint stores as JSON; every step makes a new one. Knows nothing of runs
 or files.
@@ -20,7 +20,7 @@ from saccade.algorithms.filters import CONSTANT_TOLERANCE, is_excluded
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.types import Group, Metrics
 
-LARGEST_ERROR = 0.2  # of a KL, relative to its target
+LARGEST_ERROR = 0.2  # bound of the KL's error relative to its target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +31,14 @@ class Moments:
 
     @property
     def divisor(self) -> float:
-        """The unbiased standard deviation; 1 where nothing has differed yet."""
+        """The unbiased standard deviation; 1 while all values are equal."""
         if self.count < 2:
             return 1.0
         std = (self.squares / (self.count - 1)) ** 0.5
         return std if std > CONSTANT_TOLERANCE * max(1.0, abs(self.mean)) else 1.0
 
     def scaled(self, value: float, kind: Literal["off", "std", "mean_std"]) -> float:
-        """R / std, (R - mean) / std, or R as it is."""
+        """R / std ("std"), (R - mean) / std ("mean_std"), or R unchanged ("off")."""
         return value if kind == "off" else (value - (self.mean if kind == "mean_std" else 0.0)) / self.divisor
 
 
@@ -46,17 +46,17 @@ class Moments:
 class AlgorithmState:
     kl_coef: float
     entropy_coef: float
-    moments: Mapping[str, Moments] = field(default_factory=dict)  # by term; "" is their sum
-    domains: Mapping[str, Any] = field(default_factory=dict)  # what the estimator notes of them, as JSON
+    moments: Mapping[str, Moments] = field(default_factory=dict)  # by reward term; "" is the combined reward
+    domains: Mapping[str, Any] = field(default_factory=dict)  # the estimator's statistics of domains, JSON data
 
     def steered(self, algorithm: Algorithm) -> Algorithm:
-        """The algorithm with the coefficients of this moment."""
+        """The algorithm with the current coefficients."""
         kl = algorithm.kl.model_copy(update={"coef": self.kl_coef})
         return algorithm.model_copy(update={"kl": kl, "entropy_coef": self.entropy_coef})
 
 
 def restore(algorithm: Algorithm, saved: Mapping[str, Any] | None) -> AlgorithmState:
-    """The state that was saved, or that of the first step."""
+    """The saved state, or the initial one. Coefficients without a controller come from the config."""
     steered, (low, high) = algorithm.entropy_target > 0, algorithm.entropy_range
     bonus = min(max(algorithm.entropy_coef, low), high) if steered else algorithm.entropy_coef
     start = AlgorithmState(kl_coef=algorithm.kl.coef, entropy_coef=bonus)
@@ -76,14 +76,14 @@ def to_json(state: AlgorithmState) -> dict[str, Any]:
 
 
 def observe(state: AlgorithmState, groups: Sequence[Group], algorithm: Algorithm) -> AlgorithmState:
-    """After every group of a step was scored, those included that will not be trained on."""
+    """Update the statistics of domains with all scored groups of a step, also those that will not be trained on."""
     if algorithm.estimator.observe is None:
         return state
     return replace(state, domains=algorithm.estimator.bound("observe")(state.domains, groups, algorithm))
 
 
 def outcomes_of(group: Group, algorithm: Algorithm) -> list[float]:
-    """Raw, of the members that count."""
+    """Raw outcomes of the members that are not excluded."""
     return [
         t.outcome
         for t in group.trajectories
@@ -92,7 +92,7 @@ def outcomes_of(group: Group, algorithm: Algorithm) -> list[float]:
 
 
 def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) -> AlgorithmState:
-    """Coefficients of the next step, from what this one measured."""
+    """The state with the coefficients of the next step, from the metrics of this one."""
     found = {name: value for name, value in metrics.means().items() if isfinite(value)}
     if algorithm.kl.controller == "adaptive" and "policy/kl_controlled" in found:
         # Up while the KL is above the target, else down (arXiv 1909.08593).
@@ -111,7 +111,7 @@ def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) ->
 
 
 def merge(moments: Moments, values: Sequence[float] | np.ndarray) -> Moments:
-    """The moments of what was seen before and `values` together (Chan et al. 1979)."""
+    """The moments of all earlier values and `values` together (Chan et al. 1979)."""
     new = np.asarray(values, np.float64)
     assert np.isfinite(new).all(), "a reward that is not finite is status 'error'"
     if not new.size:

@@ -1,12 +1,12 @@
-"""What is computed for every token before training on it, written into the forests of a step.
+"""Compute the per-token columns needed before training, and write them into the forests of a step.
 
     updates, count = add_advantages(updates, groups, algorithm, state)
     updates, more = add_corrections(updates, algorithm)
     batches = write_selection(batches, algorithm, seed=…)      # once per optimizer step
 
-The pure functions know flat tensors only; here groups and forests are flattened for them and the
-results written back. Statistics run over whole groups of the whole step, scales over one optimizer
-step, so no split into micro-batches changes a result. Metrics are counted later, while models learn.
+The pure functions take flat tensors; this module flattens groups and forests for them and writes the
+results back. Statistics run over whole groups of the whole step, scales over one optimizer step, so no
+split into micro-batches changes a result. Metrics are computed later, while the models train.
 """
 
 import hashlib
@@ -33,9 +33,9 @@ from saccade.forest.batch import Batch
 from saccade.types import Group, Metrics, Trajectory
 
 ComponentWeights = Callable[[str], Mapping[str, float]]  # data source → weight of each term
-Count: TypeAlias = Callable[[], Metrics]  # what a stage measured, counted when somebody has the time
+Count: TypeAlias = Callable[[], Metrics]  # computes the metrics of a stage; called later
 
-SHOWN = {"advantages": "advantages", "old_logprobs": "trainer_logp", "old_entropies": "entropy"}  # column -> its name
+SHOWN = {"advantages": "advantages", "old_logprobs": "trainer_logp", "old_entropies": "entropy"}  # -> name in records
 
 # -- advantages and scales -------------------------------------------------------------------------
 
@@ -49,8 +49,8 @@ def add_advantages(
     *,
     version: int = 0,
 ) -> tuple[Updates, Count]:
-    """The forests with advantages over the whole step and scales over each optimizer step.
-    `version` is that of the weights before the update.
+    """Returns the forests with advantages over the whole step and scales over each optimizer step.
+    `version`: of the weights before the update.
     """
     if not updates:  # every group was dropped or is constant: nothing has an advantage
         return updates, Metrics
@@ -59,10 +59,10 @@ def add_advantages(
     flat = [batch for batches in updates for batch in batches]
     owners = np.array([place[key] for batch in flat for key in batch.keys])
     lengths = np.concatenate([batch.lengths for batch in flat])
-    hot, first = algorithm.hot_first_token, None  # of each sequence, where it does not train
+    hot, first = algorithm.hot_first_token, None  # [T] bool: first token of each sequence, if it is masked
     if hot.temperature > 0 and hot.first_token == "mask":
         first = _first(_sequences(flat))
-    # Where all tokens of a sequence have the same advantage, it is computed once.
+    # If all tokens of a sequence have the same advantage, compute it once.
     by_token = first is not None or algorithm.estimator.whiten or algorithm.adv_clip > 0 or algorithm.kl_in_reward
     once = algorithm.estimator.by_member and not by_token
     sequence = torch.from_numpy(owners if once else np.repeat(owners, lengths))
@@ -71,19 +71,19 @@ def add_advantages(
     result = compute(algorithm.estimator, inputs, adv_clip=algorithm.adv_clip, drop_constant=algorithm.drop_constant)
     values = {"advantages": result.values, "returns": result.returns}
     if not _finite(flat):
-        # A model that computes no numbers gets none back: the guard skips each of its updates.
+        # Some model output is not finite: with NaN advantages the guard skips every update.
         values = dict.fromkeys(values, torch.full_like(result.values, torch.nan))
     columns = {"rewards": inputs.rewards.nan_to_num()[owners]}
     for name, found in values.items():
         if found is not None:  # 0 at tokens that do not count
             whole = len(found) == len(counted)
             columns[name] = found if whole else found.new_zeros(len(counted)).masked_scatter(counted, found)
-    # Other weights sampled these tokens: there a gap between engine and trainer is no error of either.
+    # Older weights sampled some tokens: for these, a gap between engine and trainer is expected.
     packed = [members[index] for index in owners.tolist()]
     sampled = np.concatenate([t.versions[a:b] for t in packed for a, b in t.runs])
     if (sampled < version).any():
         columns["ages"] = torch.from_numpy(version - sampled)
-    live, scales = list[Tensor](), list[Tensor]()  # tokens of each member that train, of each update
+    live, scales = list[Tensor](), list[Tensor]()  # per update: trained tokens of each member; scale of each sequence
     parts = [sum(len(batch.keys) for batch in batches) for batches in updates]
     for mine, counts in zip(*(torch.from_numpy(whole).split(parts) for whole in (owners, lengths)), strict=True):
         everyone = torch.zeros(len(members), dtype=torch.int64)
@@ -96,7 +96,7 @@ def add_advantages(
     def count() -> Metrics:
         metrics = Metrics()
         for name, number in result.counts.items():
-            if not (algorithm.drops_early and name.startswith("constant")):  # those were counted then
+            if not (algorithm.drops_early and name.startswith("constant")):  # mark_members has counted those
                 metrics.add(f"group/{name}", number)
         _advantage_metrics(result, inputs, metrics, np.repeat(np.arange(len(owners)), lengths) if once else ...)
         for counts in live:
@@ -116,7 +116,7 @@ def _estimator_inputs(
     state: AlgorithmState,
     component_weights: ComponentWeights | None,
 ) -> AdvantageInputs:
-    """The groups and forests of a step as flat tensors, with what the estimator reads."""
+    """The groups and forests of a step as flat tensors, with the optional inputs that the estimator reads."""
     owners = [group for group in groups for _ in group.trajectories]
     members = [t for group in groups for t in group.trajectories]
     place = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
@@ -131,7 +131,7 @@ def _estimator_inputs(
         penalties = algorithm.kl.coef * distance(algorithm.divergence)
     if estimator.critic:
         read["values"] = _numbers_of(batches, "values")[counted]
-        if algorithm.critic.bootstrap_truncated:  # an episode that ended is worth nothing more
+        if algorithm.critic.bootstrap_truncated:  # after the end of any other episode the value is 0
             last = {key: float(value) for b in batches for key, value in zip(b.keys, b.last_values, strict=True)}  # type: ignore[arg-type]
             read["final_values"] = _numbers(last.get(t.key, 0.0) if t.status == "truncated" else 0.0 for t in members)
     if estimator.greedy:
@@ -168,17 +168,17 @@ def _reward(trajectory: Trajectory | None) -> float:
 def _components(
     owners: Sequence[Group], members: Sequence[Trajectory], weights_of: ComponentWeights
 ) -> tuple[Tensor, Tensor]:
-    """Terms of the reward and their weights, [S, K] each; a term that a source lacks weighs 0."""
+    """Terms of the reward and their weights, [S, K] each; the weight is 0 if a data source lacks the term."""
     by_source = {s: weights_of(s) for s in sorted({g.sample.data_source for g in owners})}
     names = sorted({name for weights in by_source.values() for name in weights})
-    # What an environment gave on the way is a term of its own.
+    # The sum of the environment's turn rewards is a term of its own.
     values = [[sum(t.turn_rewards), *(t.parts.get(name, 0.0) for name in names)] for t in members]
     weights = [[1.0, *(by_source[g.sample.data_source].get(name, 0.0) for name in names)] for g in owners]
     return _numbers(values), _numbers(weights)
 
 
 def _turns(members: Sequence[Trajectory], sequence: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """The turn of each token that counts, and what the environment gave for each turn of a member."""
+    """[T] turn of each token that counts, and [S, turns] the environment's reward of each turn."""
     packed = [members[index].runs for index in torch.unique_consecutive(sequence).tolist()]
     turns = [np.repeat(np.arange(len(runs)), [end - start for start, end in runs]) for runs in packed]
     earned = torch.zeros(len(members), max(len(t.runs) for t in members), dtype=torch.float64)
@@ -189,7 +189,7 @@ def _turns(members: Sequence[Trajectory], sequence: Tensor, counted: Tensor) -> 
 
 
 def _finite(batches: Sequence[Batch]) -> bool:
-    """Whether all that models have said of these tokens are numbers."""
+    """Whether all log-probs and values that the models computed for these tokens are finite."""
     names = ("old_logprobs", "ref_logprobs", "values")
     found = [getattr(batch, name) for batch in batches for name in names]
     return all(np.isfinite(values).all() for values in found if values is not None)
@@ -200,7 +200,7 @@ def _first(sequence: Tensor) -> Tensor:
 
 
 def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Metrics, tokens: Any) -> None:
-    """`tokens`: which of the results is that of each token."""
+    """`tokens`: index into the results for each token."""
     metrics.add("adv/clip_frac", result.clip_frac)
     live, values = inputs.per_token(result.live)[tokens], result.values[tokens]
     if live.numpy().any():
@@ -222,10 +222,10 @@ def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Met
 
 
 def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Count]:
-    """The forests with weights and masks that correct what the engine sampled differently, or keep
-    some tokens only.
+    """Returns the forests with weights and masks that correct for the difference between engine and
+    trainer, or that keep only some tokens.
 
-    They never change advantages. Each optimizer step divides by what is its own.
+    They never change advantages. Denominators are per optimizer step.
     """
     if updates and algorithm.in_loss:
         return updates, Metrics
@@ -240,7 +240,7 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Co
     cap = fire.cap if hot else None
     ends = np.cumsum([batch.read_count for batch in flat]).tolist()
     written: dict[str, np.ndarray] = defaultdict(lambda: np.empty(ends[-1], np.float32))
-    for batch, end in zip(flat, ends, strict=True):  # one after the other, as the caches of a core hold them
+    for batch, end in zip(flat, ends, strict=True):  # one batch at a time, so that it fits in the CPU's cache
         for name, values in _correction(batch, algorithm, cap).items():
             written[name][end - batch.read_count : end] = values.numpy()
     if top:
@@ -250,7 +250,7 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Co
         written["keep"] = written.get("keep", live.numpy()) * kept.numpy()
 
     def count() -> Metrics:
-        # Found once more, while nobody waits for it, rather than held until then.
+        # Recompute in the background instead of keeping all columns in memory until now.
         _correction_metrics([_correction(batch, algorithm, cap) for batch in flat], flat, metrics)
         return metrics
 
@@ -265,14 +265,14 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Co
 
 
 def _correction(batch: Batch, algorithm: Algorithm, cap: float | None) -> dict[str, Tensor]:
-    """New columns. `cap`: of the weights of first tokens that were sampled hotter."""
+    """New columns of a batch. `cap`: upper bound of the weights of first tokens sampled at a higher temperature."""
     live, sequence = torch.from_numpy(batch.per_read("scales") > 0), _sequences([batch])
     old, rollout = column([batch], "old_logprobs"), column([batch], "rollout_logprobs")
     found = {"weights": torch.ones((), dtype=torch.float64).expand(len(live))}
     if cap is not None:
         first = _first(sequence)
         ratio = (old - rollout).nan_to_num().clamp(-20, 20).exp().clamp(max=cap)
-        rollout = old.where(first, rollout)  # its gap is by design, and accounted for
+        rollout = old.where(first, rollout)  # its gap is intended and already corrected by `ratio`
         found = {"weights": ratio.where(first, found["weights"]), "rollout_logprobs": rollout}
     if algorithm.at_once:
         ages = None if batch.ages is None else column([batch], "ages")
@@ -294,7 +294,7 @@ def _correction_metrics(found: Sequence[Mapping[str, Tensor]], batches: Sequence
         count = np.count_nonzero(mask.numpy())
         if not count:
             continue
-        if not kind or count < every:  # else they are the same tokens
+        if not kind or count < every:  # else these are all tokens, with the numbers computed above
             inside, masked = chosen(weights, mask), np.count_nonzero((mask & ~keep.bool()).numpy())
             mean, largest, size = float(inside.mean()), float(inside.max()), corrections.effective_sample_size(inside)
         metrics.add(f"mismatch/is_weight_mean{kind}", mean)
@@ -304,8 +304,8 @@ def _correction_metrics(found: Sequence[Mapping[str, Tensor]], batches: Sequence
 
 
 def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
-    """Divide the policy term by what was kept: the factor is part of `keep`, because the KL and
-    the entropy keep the original denominator.
+    """Divide the policy term by the number of kept tokens. The factor is multiplied into `keep`, because
+    the KL and the entropy retain the original denominator.
     """
     if batches[0].keep is None:
         return [*batches]
@@ -324,7 +324,7 @@ def _over_kept(batches: Sequence[Batch], algorithm: Algorithm) -> list[Batch]:
 def write_selection(
     batches: Sequence[Batch], current: Sequence[np.ndarray] | None, algorithm: Algorithm, *, seed: str
 ) -> list[Batch]:
-    """The tokens that the policy loss treats apart, from the `current` log-probs; None: the old ones."""
+    """Mark tokens that the policy loss treats differently. `current`: log-probs now; None: the old ones."""
     live = column(batches, "scales") > 0
     noise = torch.from_numpy(np.concatenate([_token_noise(batch, seed) for batch in batches]))
     old = column(batches, "old_logprobs")
@@ -338,7 +338,7 @@ def write_selection(
 
 
 def _token_noise(batch: Batch, seed: str) -> np.ndarray:
-    """A number for each token that depends on its sample and its place alone."""
+    """[T] int64 noise that depends only on the seed, the rollout and the position of each token."""
     rows = []
     for (uid, repeat), length in zip(batch.keys, batch.lengths.tolist(), strict=True):
         digest = hashlib.blake2b(f"{seed}/{uid}/{repeat}".encode(), digest_size=8).digest()
@@ -347,7 +347,7 @@ def _token_noise(batch: Batch, seed: str) -> np.ndarray:
     return np.concatenate(rows)
 
 
-# -- the critic's view -----------------------------------------------------------------------------
+# -- the critic's scales ---------------------------------------------------------------------------
 
 
 def for_critic(batches: Sequence[Batch]) -> list[Batch]:
@@ -357,11 +357,11 @@ def for_critic(batches: Sequence[Batch]) -> list[Batch]:
     return _with(batches, scales=token_scales(AGGREGATIONS["token_mean"], sequence, live=everybody, counted=counted)[0])
 
 
-# -- flat and back ---------------------------------------------------------------------------------
+# -- flattening and writing back -------------------------------------------------------------------
 
 
 def with_scores(updates: Updates, columns: Sequence[str], scored: Iterable[Sequence[np.ndarray]]) -> Updates:
-    """What a backend computed for each forest, in their order, under these names."""
+    """Add what a backend computed for each forest, in their order, as columns with these names."""
     rows = iter(scored)
     return [
         [replace(batch, **dict(zip(columns, next(rows), strict=False))) for batch in batches]  # type: ignore[arg-type]
@@ -370,8 +370,8 @@ def with_scores(updates: Updates, columns: Sequence[str], scored: Iterable[Seque
 
 
 def show_columns(groups: Sequence[Group], updates: Updates) -> list[Group]:
-    """The groups with what their forests were given, for the record, as far as they train: advantages,
-    and in `info` what the trainer computed of each token.
+    """The groups with per-token columns copied back to their trained members, for records: `advantages`,
+    and in `info` the trainer's log-probs and entropies.
     """
     known: dict[tuple[str, int], dict[str, np.ndarray]] = defaultdict(dict)
     for batch in (batch for batches in updates for batch in batches):
@@ -392,7 +392,7 @@ def column(batches: Sequence[Batch], name: str) -> Tensor:
 
 
 def _numbers_of(batches: Sequence[Batch], name: str) -> Tensor:
-    """A column that estimators count with; `_finite` looks whether it was one of numbers."""
+    """A column with 0 for NaN and infinity, for estimators; `_finite` checks for these separately."""
     return column(batches, name).nan_to_num(posinf=0.0, neginf=0.0)
 
 
@@ -401,12 +401,12 @@ def _numbers(values: Iterable[float | list[float]]) -> Tensor:
 
 
 def _sequences(batches: Sequence[Batch]) -> Tensor:
-    """[T] a number for each sequence of all batches."""
+    """[T] index of each token's sequence among those of all batches."""
     return _per_read(batches, np.arange(sum(len(batch.keys) for batch in batches)))
 
 
 def _per_read(batches: Sequence[Batch], values: np.ndarray) -> Tensor:
-    """[T] from one value for each sequence of all batches."""
+    """[T] from one value per sequence of all batches."""
     return torch.from_numpy(np.repeat(values, np.concatenate([batch.lengths for batch in batches])))
 
 
@@ -415,7 +415,7 @@ def _with(batches: Sequence[Batch], **columns: Tensor) -> list[Batch]:
 
 
 def _written(updates: Updates, columns: Mapping[str, Tensor | np.ndarray]) -> Updates:
-    """Columns over all reads, or over all sequences, of the updates, cut into their forests."""
+    """Split columns over all reads, or over all sequences, of the updates, and add them to their forests."""
     flat = [batch for batches in updates for batch in batches]
     sizes = [batch.read_count for batch in flat], [len(batch.keys) for batch in flat]
     cuts = {sum(each): np.cumsum(each)[:-1] for each in sizes}

@@ -1,7 +1,7 @@
-"""A config becomes an `Algorithm`: its functions are looked up, their options filled in, checked.
+"""Build an `Algorithm` from a config: look up its functions, fill in their options, check them.
 
-What cannot work is refused with the field, the reason and a value that works. Knows nothing of what
-the functions compute. Imports no torch.
+An invalid combination is refused with the field, the reason and a value that works. Knows nothing of
+what the functions compute. Imports no torch.
 
     >>> resolve(AlgorithmConfig(preset="dapo"), max_tokens=20480).overlong.buffer
     4096
@@ -19,12 +19,12 @@ from saccade.config.schema.presets import ADD_ONS, args_beside, row_of, unknown
 from saccade.config.schema.section import without_effect
 from saccade.errors import ConfigError
 
-EXAMPLES = {"low": 0.97, "high": 1.03, "threshold": 0.01}  # of options without a default; of others 1
+EXAMPLES = {"low": 0.97, "high": 1.03, "threshold": 0.01}  # shown for options without a default; 1 for others
 FIELDS = AlgorithmConfig.model_fields
 
 
 def resolve(config: AlgorithmConfig, *, max_tokens: int, **train: int | None) -> Algorithm:
-    """The algorithm of a section alone; `train`: what is given of that section."""
+    """The algorithm of an `algorithm` section alone; `train`: options of the train section."""
     tree = {"algorithm": config.model_dump(exclude_unset=True), "rollout": {"max_tokens": max_tokens}, "train": train}
     loaded = load(tree)
     return build(loaded.algorithm, loaded.train, loaded.reward, max_tokens)
@@ -33,8 +33,8 @@ def resolve(config: AlgorithmConfig, *, max_tokens: int, **train: int | None) ->
 def build(
     given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, max_tokens: int, ahead: int = 0
 ) -> Algorithm:
-    """The algorithm of a whole run; `max_tokens` of an episode. Tokens of rollouts that run `ahead` are weighed, unless
-    something else is asked for.
+    """The algorithm of a whole run; `max_tokens`: limit per episode. If rollouts run `ahead`, tokens get tis.token
+    weights, unless `correct` is given or `old` is rollout.
     """
     row = row_of(given.preset)
     if weighed := bool(ahead) and "correct" not in given.model_fields_set and given.old != "rollout":
@@ -98,8 +98,8 @@ def build(
 
 
 def old_mode(wanted: str, *, once: bool, forced: str | None) -> str:
-    """Which old log-probs are used: the detached current ones wherever that is exact, that is with
-    one optimizer step per batch. `forced` says why they must be recomputed before training.
+    """Which old log-probs are used. auto: the detached current ones if that is exact, that is with one
+    optimizer step per batch (`once`). `forced`: why they must be recomputed before training, or None.
     """
     if wanted == "auto":
         return "detach" if once and not forced else "recompute"
@@ -111,9 +111,8 @@ def old_mode(wanted: str, *, once: bool, forced: str | None) -> str:
 
 
 def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
-    """What needs old log-probs of the trainer before the first update, in words. `in_loss`: the loss can compute
-    weights itself. Masks and sums over the step must be known before: whether anything is left to train on depends
-    on them.
+    """Why the trainer's old log-probs are needed before the first update, or None. `in_loss`: the loss can compute
+    weights itself; masks and sums over the step cannot wait, as they decide whether anything is left to train on.
     """
     masked = any(c.masks or not c.weighs for c in algorithm.at_once)
     whole = algorithm.self_normalise or algorithm.denominator == "kept" or masked
@@ -136,7 +135,7 @@ def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
 
 
 def _choose(axis: str, name: str, given: AlgorithmConfig, **options: Any) -> Entry:
-    """The entry called `name` with what was given for its options."""
+    """The entry called `name`, with the options given for it."""
     entry = find(axis, AXES[axis], name)
     entry = entry.having(parsed(entry, given.args) | parsed(entry, options, f"algorithm.{axis}"))
     if missing := [n for n, p in entry.parameters.items() if p.default is p.empty and n not in entry.given]:
@@ -157,7 +156,7 @@ def _correction(cells: CorrectionConfig, given: AlgorithmConfig) -> Entry:
 
 
 def _refuse_unread(given: AlgorithmConfig, algorithm: Algorithm) -> None:
-    """Options and add-ons that no chosen function reads would do nothing."""
+    """Refuse options and add-ons that no chosen function uses."""
     axes = {axis: {name for entry in entries for name in entry.options} for axis, entries in algorithm.chosen.items()}
     read = {name for names in axes.values() for name in names}
     own = args_beside(given.model_dump(exclude_unset=True) | {"preset": given.preset})
@@ -187,7 +186,7 @@ def _refuse_unread(given: AlgorithmConfig, algorithm: Algorithm) -> None:
 
 
 def _refuse_contradictions(algorithm: Algorithm) -> None:
-    """Every refusal names the field, the reason and a value that works."""
+    """Raise an error that names the field, the reason and a value that works."""
     for status in algorithm.exclude_status:
         if status not in EXCLUDABLE:
             raise unknown("algorithm.exclude_status", status, EXCLUDABLE)
@@ -200,7 +199,7 @@ def _refuse_contradictions(algorithm: Algorithm) -> None:
 
 
 def _bounds(algorithm: Algorithm) -> list[tuple[str, float, float, str]]:
-    """Options with a lower and an upper bound: the name, both, and what works."""
+    """Options with a lower and an upper bound: (name, low, high, a setting that works)."""
     limits, options = algorithm.filter, algorithm.loss.options
     found = [
         ("filter.low", limits.low, limits.high, "filter.low=0.01 algorithm.filter.high=0.99"),
@@ -218,7 +217,7 @@ def _bounds(algorithm: Algorithm) -> list[tuple[str, float, float, str]]:
 
 
 def _contradictions(a: Algorithm) -> dict[str, bool]:
-    """What would be said, and whether it is so."""
+    """Error message → whether it applies."""
     few, kl, buffer, sequences = a.samples_per_prompt < 2, a.kl, a.overlong.buffer, a.sequences
     dual_clip, delta = a.loss.options.get("dual_clip") or 0, a.loss.options.get("delta") or 0
     weighing = [c.name for c in a.corrections if c.weighs]

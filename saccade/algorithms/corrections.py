@@ -1,10 +1,10 @@
-"""Weights and masks for tokens that engine and trainer give different probabilities.
+"""Weights and masks for tokens to which engine and trainer assign different probabilities.
 
-With delta = old - rollout, the gap of the log-probs that were never meant to differ. A correction
-is `f(mismatch, *, options) -> Correction`, computed once: before training on the step, or in the loss
-where old log-probs are those that it reads. Only `opsm` looks at the current ones, at each update. A
-token without a rollout log-prob is unscored: its weight is 1 and statistics of its sequence do
-without it. Knows nothing of losses, and changes no advantage. Axes: T tokens, S sequences.
+delta = old - rollout is the log-prob gap between trainer and engine, ideally 0. A correction is
+`f(mismatch, *, options) -> Correction`, computed once: before training on the step, or in the loss if
+that uses its own log-probs as the old ones. Only `opsm` uses the current log-probs, at each update. A
+token without a rollout log-prob is unscored: its weight is 1, and statistics of its sequence leave it
+out. Knows nothing of losses, and changes no advantage. Axes: T tokens, S sequences.
 
     >>> mismatch = measure(old, rollout, live=live, sequence=sequence, sequences=2)
     >>> apply([CORRECTIONS["tis.token"]], mismatch).weights   # [T]
@@ -36,14 +36,14 @@ class Mismatch:
     live: Tensor  # [T] bool
     sequence: Tensor  # [T] index of the sequence of each token
     sequences: int  # how many
-    ages: Tensor | None = None  # [T] steps since each was sampled; None: all are new
+    ages: Tensor | None = None  # [T] steps since each token was sampled; None: all 0
 
     @property
     def ratio(self) -> Tensor:
         return exp(self.delta)
 
     def total(self, values: Tensor) -> Tensor:
-        """[T] -> [T]: over the scored tokens of a sequence, at each of its tokens; so are below."""
+        """[T] -> [T]: sum over the scored tokens of a sequence, at each of its tokens."""
         zeros = values.new_zeros(self.sequences)
         return zeros.index_add(0, self.sequence, values.where(self.scored, 0.0))[self.sequence]
 
@@ -51,7 +51,7 @@ class Mismatch:
         return self.total(values) / self.total(values.new_ones(len(values))).clamp(min=1)
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest of each sequence; values are never negative."""
+        """[T] -> [T]: the largest of each sequence, for values >= 0."""
         inside = values.where(self.scored, 0.0)
         zeros = values.new_zeros(self.sequences)
         return zeros.scatter_reduce(0, self.sequence, inside, "amax")[self.sequence]
@@ -59,7 +59,7 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    """None: nothing is weighed, or nothing is dropped."""
+    """None: all weights are 1, or all tokens are kept."""
 
     weights: Tensor | None = None  # [T]
     keep: Tensor | None = None  # [T] bool
@@ -69,13 +69,13 @@ Statistic: TypeAlias = "Callable[[Mismatch, Tensor], Tensor]"  # [T] -> [T]
 
 
 def measure(old: Tensor, rollout: Tensor, *, live: Tensor, **where: Any) -> Mismatch:
-    """`rollout`: NaN where the engine gave no log-prob. `where`: as a Mismatch has it."""
+    """`rollout`: NaN where the engine gave no log-prob. `where`: the other fields of a Mismatch."""
     scored = live & (rollout.abs() < float("inf"))
     return Mismatch(delta=only(old - rollout, scored), scored=scored, live=live, **where)
 
 
 def apply(chosen: Sequence[Entry], mismatch: Mismatch) -> Correction:
-    """All of them: a token is kept that every one of them keeps. At most one gives weights."""
+    """Combine corrections: a token is kept if every one of them keeps it. At most one may give weights."""
     found: list[Correction] = [entry(mismatch) for entry in chosen]
     weights = [one.weights for one in found if one.weights is not None]
     if len(weights) > 1:
@@ -112,14 +112,14 @@ for _name, _text, _statistic in (
 
 @add(CORRECTIONS, "w = exp(delta), 0 outside of [low, high]", weighs=True, masks=True)
 def icepop(mismatch: Mismatch, *, low: NotNegative = 0.5, high: NotNegative = 5.0) -> Correction:
-    """Weights inside the band only; what is outside is neither weighed nor kept."""
+    """Weights inside the band; tokens outside it are dropped."""
     keep = band(token, mismatch, low, high)
     return Correction(weights=mismatch.ratio.where(keep, 0.0), keep=keep)
 
 
 @add(CORRECTIONS, "tokens that were sampled at most high steps ago")
 def recent(mismatch: Mismatch, *, high: NotNegative = 1.0) -> Correction:
-    """Tokens of rollouts that ran too far ahead are left out."""
+    """Drops tokens of rollouts that ran too far ahead."""
     return Correction(keep=None if mismatch.ages is None else mismatch.ages <= high)
 
 
@@ -129,7 +129,7 @@ def band(statistic: Statistic, mismatch: Mismatch, low: float, high: float) -> T
 
 
 def unjudged(statistic: Statistic, mismatch: Mismatch) -> Tensor:
-    """Where the statistic saw no scored token."""
+    """[T] bool: where the statistic covers no scored token."""
     return statistic(mismatch, mismatch.scored.to(mismatch.delta.dtype)) == 0
 
 
@@ -137,7 +137,7 @@ def exp(values: Tensor) -> Tensor:
     return values.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).exp_()
 
 
-# -- after them ------------------------------------------------------------------------------------
+# -- functions of weights --------------------------------------------------------------------------
 
 
 def self_normalise(weights: Tensor, live: Tensor) -> Tensor:
@@ -147,6 +147,6 @@ def self_normalise(weights: Tensor, live: Tensor) -> Tensor:
 
 
 def effective_sample_size(weights: Tensor) -> float:
-    """As a share of the tokens: 1 when all weigh the same."""
+    """As a share of the number of tokens: 1 if all weights are equal."""
     squares = len(weights) * weights.double().square().sum()
     return float(weights.double().sum().square() / squares) if squares > 0 else 0.0

@@ -18,7 +18,7 @@ IN_OTHER_LINES = ("advantage", "policy_loss", "aggregation", "args", "kl.coef", 
 
 
 def explain(preset: str | None = None) -> str:
-    """All presets and add-ons in a line each, or one of them in full."""
+    """All presets and add-ons, one line each, or one preset in full."""
     if preset is None:
         rows, extras = ([f"{name:<22} {row['about']}" for name, row in t.items()] for t in (PRESETS, ADD_ONS))
         return "\n".join([*rows, "", "to be added to any of them, as in algorithm.preset=[dapo, tis]:", *extras])
@@ -26,7 +26,7 @@ def explain(preset: str | None = None) -> str:
 
 
 def describe(algorithm: Algorithm) -> str:
-    """Every function with its formula and the numbers in it, and the options beside them."""
+    """Every chosen function with its formula and its numbers, then the other options that are not default."""
     paper = f" (arXiv {algorithm.paper})" if algorithm.paper else ""
     lines = {}
     for axis, entries in algorithm.chosen.items():
@@ -45,9 +45,7 @@ def describe(algorithm: Algorithm) -> str:
 
 
 def extras(algorithm: Algorithm) -> dict[str, tuple[str, str]]:
-    """Options beside those of functions that do not have their defaults: the value, and what the
-    schema says of it.
-    """
+    """Options that differ from their defaults, except arguments of functions: name → (value, description)."""
     found = {
         name: (write(value, flow=True).splitlines()[0], field.description)
         for name, field, value in _in_effect(algorithm)
@@ -89,7 +87,7 @@ def resolved_options(algorithm: Algorithm) -> tuple[str, ...]:
 
 
 def numbers(options: Mapping[str, Any]) -> str:
-    """Names and numbers; what is off (0) or unlimited is left out."""
+    """Options as NAME=VALUE text, without those that are off (0, false) or unlimited."""
     return ", ".join(
         f"{option}={value:g}" if isinstance(value, float) else f"{option}={value}"
         for option, value in options.items()

@@ -1,5 +1,5 @@
-"""Which members, groups and tokens train at all. Plain numbers in, plain answers out, tensors for
-tokens; imports no torch, knows no records.
+"""Which members, groups and tokens take part in training: functions of plain numbers, or of tensors
+for tokens. Imports no torch and uses no records.
 
 >>> discard_reason([1.0, 1.0, 1.0, 1.0])
 'constant'
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 EXCLUDABLE = ("truncated", "overturn", "void")  # statuses that `exclude_status` may add
 CONSTANT_TOLERANCE = 1e-8
-ROUNDING = 1e-9  # 0.29 * 100 is 28.999999999999996, and means 29
+ROUNDING = 1e-9  # added before rounding down: 0.29 * 100 is 28.999999999999996
 
 
 def is_constant(values: Sequence[float]) -> bool:
-    """By range, so that a rounding residue never counts as a difference."""
+    """Whether all values are equal; their range is compared, so that rounding never counts as a difference."""
     largest = max(abs(value) for value in values)
     return max(values) - min(values) <= CONSTANT_TOLERANCE * max(1.0, largest)
 
@@ -29,7 +29,7 @@ def is_constant(values: Sequence[float]) -> bool:
 def discard_reason(
     outcomes: Sequence[float], low: float = 0.01, high: float = 0.99
 ) -> Literal["empty", "constant", "low", "high"] | None:
-    """Why dynamic sampling drops a group; None keeps it. `outcomes`: raw, of live members only."""
+    """Why dynamic sampling drops a group, or None to keep it. `outcomes`: raw outcomes of live members."""
     if not outcomes:
         return "empty"
     if is_constant(outcomes):
@@ -45,7 +45,7 @@ def is_excluded(status: str, exclude_status: Collection[str] = ()) -> bool:
 
 
 def share(fraction: float, count: int) -> int:
-    """How many a fraction of them is, rounded down, but one at least."""
+    """`fraction` of `count`, rounded down, but at least 1."""
     return max(1, int(fraction * count + ROUNDING))
 
 
@@ -57,7 +57,7 @@ def high_entropy(
     fraction: float,
     scope: Literal["step", "sequence"] = "step",
 ) -> Tensor:
-    """[T] bool: the tokens of highest entropy, of the step or of each sequence (2506.01939)."""
+    """[T] bool: the live tokens with the highest entropy, of the step or of each sequence (arXiv 2506.01939)."""
     entropies = entropies.double().where(live, -float("inf"))
     if scope == "step":
         return live & (entropies >= entropy_threshold(entropies[live], fraction))
@@ -72,7 +72,7 @@ def high_entropy(
 
 
 def entropy_threshold(entropies: Tensor, fraction: float) -> Tensor:
-    """The (1 - fraction)-quantile, interpolated; of any number of tokens."""
+    """The (1 - fraction)-quantile, linearly interpolated, for any number of tokens; 0 without tokens."""
     if not len(entropies):
         return entropies.new_zeros(())
     place = round((len(entropies) - 1) * (1 - fraction), 9)

@@ -1,5 +1,5 @@
-"""Losses of one micro-batch, of the policy, of a critic, of demonstrations, and the sums that they
-report, which stay on the device until the step is over.
+"""Losses of one micro-batch (policy, critic, demonstrations) and the sums for their metrics, which stay
+on the device until the step is over.
 
     policy  sum(l k w scale) + beta sum(kl scale) - c_H sum(H scale)
     critic  1/2 sum(max((V - Ret)^2, (V_old + clip(V - V_old) - Ret)^2) scale)
@@ -33,17 +33,17 @@ SQUARES = "is_weight_square"
 
 @dataclass(frozen=True, kw_only=True)
 class LossSums:
-    """0-d tensors of one micro-batch."""
+    """Sums for the metrics of one micro-batch; 0-d tensors."""
 
-    tokens: Tensor  # its share of the step's tokens is its share of a term's weight
-    terms: Mapping[str, Tensor]  # of the loss: they add up to that of the optimizer step
-    means: Mapping[str, tuple[Tensor, Tensor]]  # a total and what divides it
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # -inf: of nothing
+    tokens: Tensor  # live ones; their share of the step's is the count of each term in Metrics
+    terms: Mapping[str, Tensor]  # of the loss; over all micro-batches they add up to the step's
+    means: Mapping[str, tuple[Tensor, Tensor]]  # (sum, count)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)  # -inf without tokens
 
 
 def to_metrics(sums: Sequence[LossSums], total: Callable[[Counter[str]], Counter[str]] = Counter) -> Metrics:
-    """Metrics of all micro-batches of an optimizer step. The device is waited for once. `total` adds up
-    counts over the processes that have a part of it, so that their metrics can be merged.
+    """Metrics of all micro-batches of an optimizer step, with one device synchronisation. `total` sums
+    counts over the processes that share the step, so that their metrics can be merged.
     """
     metrics = Metrics()
     pairs = [tensor for one in sums for pair in one.means.values() for tensor in pair]
@@ -68,7 +68,7 @@ def to_metrics(sums: Sequence[LossSums], total: Callable[[Counter[str]], Counter
 
 
 def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Their sum, and what makes it a mean."""
+    """Returns (sum, count)."""
     return values.detach().sum(), torch.tensor(len(values), device=values.device)
 
 
@@ -89,8 +89,8 @@ def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs:
     weights = None if algorithm.loss.applies_weights else inputs.weights
     for factor in (inputs.keep, weights, *(~d for d in dropped.values())):
         losses = losses if factor is None else losses * factor
-    # A clamp or a selection may hide a log-prob that is not finite. 0 times it is NaN, so that the
-    # update is skipped; 0 times any other changes nothing.
+    # A clamp or a selection may hide a log-prob that is not finite. Adding 0 times it gives NaN, so that
+    # the update is skipped; for finite log-probs it adds 0.
     terms = {"policy/pg_loss": (losses * scales).sum() + 0.0 * new.detach().sum()}
     loss = terms["policy/pg_loss"]
 
@@ -107,7 +107,7 @@ def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs:
         bonus = (entropy.where(live, 0.0) * scales).sum()
         loss = loss - algorithm.entropy_coef * bonus
     terms["policy/loss"] = loss
-    # Where the engine's log-probs are taken for old ones, the trainer's view is the current one.
+    # With old=rollout the old log-probs are the engine's, so the trainer's are the current ones.
     trainer = new.detach() if algorithm.old == "rollout" else inputs.old
     sums = _sums(terms, indicators | dropped, inputs, new.detach(), trainer, entropy, distance)
     return loss, _with_weights(sums, inputs) if algorithm.in_loss else sums
@@ -115,7 +115,7 @@ def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs:
 
 @torch.no_grad()
 def _corrected(inputs: LossInputs, chosen: Sequence[Entry]) -> LossInputs:
-    """With weights and masks for the gap between the engine and what the trainer says now."""
+    """Add weights and masks for the gap between the log-probs of the engine and the trainer."""
     assert inputs.rollout is not None, "corrections need rollout log-probs"
     names = ("live", "sequence", "sequences", "ages")
     where: dict[str, Any] = {name: getattr(inputs, name) for name in names}
@@ -136,7 +136,7 @@ def _with_weights(sums: LossSums, inputs: LossInputs) -> LossSums:
 
 
 def add_sample_sizes(metrics: Metrics) -> None:
-    """From means and squares of the weights of all micro-batches."""
+    """Replace the sums of squared weights by mismatch/ess, the effective sample size over all micro-batches."""
     for name in [name for name in metrics.sums if name.startswith(f"mismatch/{SQUARES}")]:
         kind = name.removeprefix(f"mismatch/{SQUARES}")
         (squares, count), (total, _) = metrics.sums.pop(name), metrics.sums[f"mismatch/is_weight_mean{kind}"]
@@ -187,7 +187,7 @@ def _sums(
 
 
 def _by_kind(mask: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
-    """A mask [T], and what it has of sequences with and without an image, by what ends the names of metrics."""
+    """The mask [T], and its parts with and without an image, keyed by the suffix of metric names."""
     if inputs.images is None:
         return {"": mask}
     return {"": mask, "/image": mask & inputs.images, "/text": mask & ~inputs.images}
@@ -206,7 +206,7 @@ def _sum_of_means(values: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def _largest(values: Tensor, mask: Tensor) -> Tensor:
-    """-inf when there are none."""
+    """The maximum where the mask is set; -inf if it is nowhere."""
     inside = values.where(mask, -torch.inf)
     return inside.max() if len(inside) else inside.new_full((), -torch.inf)
 
@@ -226,12 +226,12 @@ def value_objective(
 
 
 def value_loss(new: Tensor, old: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
-    """Loss [T] and where the clip holds the gradient back [T] bool; clip 0 is the plain square."""
+    """Returns the loss [T] and where the clip blocks the gradient [T] bool; clip 0: the plain square."""
     error = (new - returns).square()
     if clip == 0:
         return error / 2, torch.zeros_like(error, dtype=torch.bool)
     moved = new - old
-    # Not old + moved inside the bounds: its rounding would count as a clip.
+    # Inside the bounds use new, not old + moved, whose rounding would count as a clip.
     bounded = new.where(moved.abs() <= clip, old + moved.clamp(-clip, clip))
     held = (bounded - returns).square()
     return torch.maximum(error, held) / 2, held > error
@@ -248,7 +248,7 @@ def explained_variance(values: Tensor, returns: Tensor, live: Tensor) -> float |
 def imitation_objective(
     losses: Tensor, reported: Mapping[str, Tensor], scales: Tensor, *, term: str | None = None
 ) -> tuple[Tensor, LossSums]:
-    """`reported`: what is shown as means per token; `term`: the loss itself, by that name."""
+    """`reported`: values [T] whose means become metrics; `term`: name of the metric of the loss itself."""
     loss = (losses * scales).sum()
     tokens = torch.tensor(len(losses), device=losses.device)
     means = {name: (values.detach().double().sum(), tokens) for name, values in reported.items()}

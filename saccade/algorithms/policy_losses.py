@@ -1,10 +1,9 @@
-"""Losses and distances per token, to be minimised. Weights, masks and denominators come later.
+"""Per-token losses and distances, to be minimised. `objective` applies weights, masks and denominators.
 
 A policy loss is `f(new, inputs, *, options) -> (loss [T], indicators {name: [T] bool})`; only `new`
-has a gradient. A distance to the reference is `f(new, ref, *, options) -> [T]`. Losses on whole
-sequences get their sums through `inputs.sequence_sum`, so they hold wherever the tokens of a
-sequence lie. In the formulas r = exp(new - old), u = new - ref and sg is a stop-gradient. Axes: T
-tokens, S sequences.
+has a gradient. A distance to the reference is `f(new, ref, *, options) -> [T]`. Sequence-level losses
+sum through `inputs.sequence_sum`, so the order of tokens does not matter. In the formulas
+r = exp(new - old), u = new - ref and sg is a stop-gradient. Axes: T tokens, S sequences.
 
     >>> loss, indicators = clip(new, inputs, clip_high=0.28)
     >>> KINDS["k3"].function(new, ref)   # [T], gradient flows to `new`
@@ -25,29 +24,29 @@ if TYPE_CHECKING:
 LARGEST_LOG_RATIO = 20.0
 LARGEST_SEQUENCE_LOG_RATIO = 10.0
 SMALLEST_WEIGHT = math.exp(-LARGEST_LOG_RATIO)  # in place of 0 before a logarithm
-LARGEST_KL = 10.0  # of k3, and of the slopes of k2 and k3
+LARGEST_KL = 10.0  # bound of k3, and of the slopes of k2 and k3
 LOSSES = table_of("policy_losses")
 KINDS = table_of("kl_kinds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """What is known of the tokens before training on them; a loss sees 0 where one is not live."""
+    """Per-token inputs of a policy loss. The loss function gets 0 where a token is not live."""
 
-    old: Tensor  # [T] log-probs before the first update
+    old: Tensor  # [T] the trainer's log-probs before the first update
     advantages: Tensor  # [T]
-    scales: Tensor  # [T] what a token counts in the loss; 0: it is not live
+    scales: Tensor  # [T] weight of a token in the loss; 0: not live
     sequence: Tensor  # [T] index of the sequence of each token
     sequences: int
-    weights: Tensor | None = None  # [T] of the correction; None: ones
-    rewards: Tensor | None = None  # [T] of the token's member, after shaping
-    selected: Tensor | None = None  # [T] bool, from the `select` of the loss
-    # What losses need not look at.
+    weights: Tensor | None = None  # [T] correction weights; None: all 1
+    rewards: Tensor | None = None  # [T] shaped reward of the token's member
+    selected: Tensor | None = None  # [T] bool: tokens chosen by the loss's `select`
+    # Most losses ignore these.
     rollout: Tensor | None = None  # [T] NaN where the engine gave no log-prob
     ref: Tensor | None = None  # [T]
-    keep: Tensor | None = None  # [T] factor of the loss, 0 where a filter drops it
-    ages: Tensor | None = None  # [T] steps since it was sampled; a gap to older weights is no error
-    images: Tensor | None = None  # [T] bool: the sequence has an image; None: nobody asks
+    keep: Tensor | None = None  # [T] factor on the loss; 0 where a filter drops the token
+    ages: Tensor | None = None  # [T] steps since the token was sampled; if above 0, a log-prob gap is expected
+    images: Tensor | None = None  # [T] bool: the sequence has an image; None: no metrics by modality
 
     @cached_property
     def live(self) -> Tensor:
@@ -55,7 +54,7 @@ class LossInputs:
         return self.scales > 0
 
     def only_live(self) -> LossInputs:
-        """With 0 where a token is not live."""
+        """A copy with 0 where a token is not live."""
         columns = {n: getattr(self, n) for n in ("old", "advantages", "weights", "rewards", "ref", "keep")}
         return replace(self, **{n: values.where(self.live, 0.0) for n, values in columns.items() if values is not None})
 
@@ -74,7 +73,7 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectionInputs:
-    """What the `select` of a loss sees of an optimizer step; detached, float64 but for the noise."""
+    """Inputs of a loss's `select`: the live tokens of an optimizer step; detached, float64 except the noise."""
 
     new: Tensor  # [T] log-probs of a scoring pass before the optimizer step
     old: Tensor  # [T]
@@ -132,7 +131,7 @@ def sequence_ratio(new: Tensor, inputs: LossInputs) -> Tensor:
 def clipped(
     ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0, delta: float = 0.0
 ) -> Losses:
-    """The worse of clipped and unclipped; `dual_clip` and `delta` bound negative ones (0: off)."""
+    """The larger of clipped and unclipped loss; `dual_clip` and `delta` bound it where A < 0 (0: off)."""
     low, high = 1 - clip_low, 1 + clip_high
     free = ratio.clamp(max=delta) if delta else ratio
     loss = (-advantages * free).maximum(-advantages * ratio.clamp(low, high))
@@ -146,7 +145,7 @@ def clipped(
 
 
 def beyond(values: Tensor, advantages: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """Where a bound stops what the advantage asks for."""
+    """[T] bool masks: where a bound blocks the change that the advantage asks for."""
     return {"clip_low": (advantages < 0) & (values < low), "clip_high": (advantages > 0) & (values > high)}
 
 
@@ -157,7 +156,7 @@ def either(mask: Tensor, yes: float, no: float, *, like: Tensor) -> Tensor:
 # -- distance to the reference ---------------------------------------------------------------------
 
 
-# Its gradient has mean zero.
+# As a loss its expected gradient is zero, so it may only be a penalty in the reward.
 @add(KINDS, "u", in_loss=False)
 def k1(new: Tensor, ref: Tensor) -> Tensor:
     return new - ref

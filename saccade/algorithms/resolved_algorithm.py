@@ -1,6 +1,6 @@
-"""`Algorithm`: the `algorithm` section of a config, complete, with what a run adds to it.
+"""`Algorithm`: the fully resolved `algorithm` section of a config, with values from other sections.
 
-Knows nothing of how it was made; `build.build` makes it. Imports no torch.
+`build.build` makes it. Imports no torch.
 
     >>> algorithm.loss(new, inputs)   # the chosen function, with its options
 """
@@ -25,17 +25,17 @@ AXES: Mapping[str, Mapping[str, Entry]] = {
 
 
 class Algorithm(AlgorithmConfig):
-    """Every option has the value that is used; `old` is never auto."""
+    """Every option holds the value in effect; `old` is never auto."""
 
     about: str
     paper: str
     samples_per_prompt: int
     updates_per_step: int
-    sequences: int  # of a step
-    max_tokens: int  # most sampled tokens of an episode
+    sequences: int  # per step
+    max_tokens: int  # limit of sampled tokens per episode
     reward_clip: tuple[float, float] | None
     reward_normalise: Literal["off", "std", "mean_std"]
-    # What was chosen on each of AXES, with its options.
+    # The entry chosen on each of AXES, with its options.
     estimator: Entry
     loss: Entry
     aggregate: Entry
@@ -69,7 +69,7 @@ class Algorithm(AlgorithmConfig):
 
     @property
     def drops_early(self) -> bool:
-        """Whether rewards alone say that a group is constant, so that it need not be computed."""
+        """Whether rewards alone decide that a group is constant, so that it can be dropped before any forward."""
         decided = not (self.kl_in_reward or (self.exclude_status and self.excluded_in_baseline))
         return self.drop_constant and self.estimator.group and decided
 
@@ -96,5 +96,5 @@ class Algorithm(AlgorithmConfig):
 
     @property
     def in_loss(self) -> tuple[Entry, ...]:
-        """Those that the loss computes from log-probs that it reads anyway; else they are columns of a batch."""
+        """Corrections that the loss computes from its own log-probs (old=detach); others are columns of a batch."""
         return self.at_once if self.old == "detach" else ()

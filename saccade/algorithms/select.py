@@ -1,8 +1,8 @@
-"""An algorithm applied to records: which members train, with which reward, in which update.
+"""Apply an algorithm to groups: which members train, with which reward, in which update.
 
-Rewards are normalised by running moments, then limited, once per training step and never in
-evaluation; the raw outcome stays as it is, as filters and accuracy read it. Plain records in, plain
-records out; `annotate` then writes what follows into the forests.
+Rewards are normalised by running moments, then clipped, once per training step and never in
+evaluation; the raw outcome is unchanged, for filters and accuracy. Records in, records out;
+`annotate` then writes the resulting columns into the forests.
 
     groups, metrics = mark_members(groups, algorithm)
     parts = split_updates(groups, algorithm.updates_per_step, seed=7)
@@ -22,14 +22,12 @@ from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
 from saccade.types import Group, Metrics, Trajectory, find_sampled
 
-REWARD = ""  # key of the moments of the combined reward; those of a component have its name
+REWARD = ""  # key of the moments of the combined reward; a component's key is its name
 Updates = list[list[Batch]]  # one list of forests per optimizer step
 
 
 def keep_informative(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Counter[str]]:
-    """Dynamic sampling: the groups worth training on by their raw outcome, and why the others were
-    dropped.
-    """
+    """Dynamic sampling: groups whose raw outcomes make them worth training on, and counts of why others are not."""
     kept, reasons = [], Counter[str]()
     for group in groups:
         outcomes = outcomes_of(group, algorithm)
@@ -42,7 +40,7 @@ def keep_informative(groups: Sequence[Group], algorithm: Algorithm) -> tuple[lis
 
 
 def keep_chosen(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Counter[str]]:
-    """What the user's filter keeps, in the order of the groups."""
+    """The groups that the user's filter returns, in their original order, and how many it dropped."""
     assert algorithm.filter.function is not None
     function = find("filter.function", {}, algorithm.filter.function).function
     wanted = {group.uid for group in function(list(groups))}
@@ -62,9 +60,9 @@ def shape(
     state: AlgorithmState,
     component_weights: Callable[[str], Mapping[str, float]] | None = None,
 ) -> tuple[list[Group], AlgorithmState, Metrics]:
-    """The groups with normalised and limited rewards, of each term where terms are compared: then
-    each has a scale of its own, and `clip_frac` is theirs. Members that count alone move the moments;
-    every reward is put on the new scale, that of a greedy baseline too.
+    """Returns the groups with normalised and clipped rewards. If the estimator compares reward terms, each
+    term has its own moments and `clip_frac` counts terms. Only members that are not excluded update the
+    moments; every reward is rescaled, also the one of the greedy baseline.
     """
     clip, kind, metrics = algorithm.reward_clip, algorithm.reward_normalise, Metrics()
     if kind == "off" and clip is None:
@@ -76,7 +74,7 @@ def shape(
         sources = sorted({group.sample.data_source for group in groups})
         parts = sorted({name for source in sources for name in component_weights(source)})
     members = [t for group in groups for t in group.trajectories if not is_excluded(t.status, algorithm.exclude_status)]
-    # A source of data whose reward lacks a component adds nothing to it.
+    # A data source whose reward lacks a component does not affect that component's moments.
     seen = {REWARD: [t.reward for t in members if t.reward is not None]}
     seen |= {name: [t.parts[name] for t in members if t.reward is not None and name in t.parts] for name in parts}
     moments = {**state.moments}
@@ -100,9 +98,7 @@ def shape(
 
 
 def mark_members(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Metrics]:
-    """The groups with marks on who trains. With drop_constant a group without a signal is not
-    computed at all.
-    """
+    """The groups with `trained` set for each member. If `drops_early`, no member of a constant group does."""
     chosen, constant, metrics = [], Counter[str](), Metrics()
     for group in groups:
         live = [t.trained and not is_excluded(t.status, algorithm.exclude_status) for t in group.trajectories]
@@ -120,7 +116,7 @@ def mark_members(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Gr
 
 
 def _is_constant(members: Sequence[Trajectory], algorithm: Algorithm) -> bool:
-    """Nothing to compare: the reward, or each of its terms, is the same for all."""
+    """Whether the reward, or each of its terms, is the same for all members."""
     if not algorithm.estimator.components:
         return is_constant([_reward(t) for t in members])
     terms = [[sum(t.turn_rewards), *(t.parts[name] for name in members[0].parts)] for t in members]
@@ -133,7 +129,7 @@ def _reward(trajectory: Trajectory) -> float:
 
 
 def split_updates(groups: Sequence[Group], updates: int, *, seed: int) -> list[list[Group]]:
-    """Whole groups, in a seeded order, over the optimizer steps; groups without a member that
+    """Distribute whole groups over the optimizer steps, in a seeded order; groups without a member that
     trains are left out.
     """
     find_sampled([t for group in groups for t in group.trajectories])
@@ -144,8 +140,8 @@ def split_updates(groups: Sequence[Group], updates: int, *, seed: int) -> list[l
 
 
 def write_supervision(batches: Sequence[Batch]) -> list[Batch]:
-    """Supervised training is the policy gradient of an advantage of 1: every trained token counts
-    the same.
+    """Add advantages of 1 and equal scales: supervised training is the policy gradient of an advantage of
+    1, and every trained token counts the same.
     """
     each = 1 / sum(batch.read_count for batch in batches)
     ones = [np.ones(batch.read_count, np.float32) for batch in batches]

@@ -1,9 +1,8 @@
-"""What every axis is made of: a table of entries, and the way to an entry from its name.
+"""Tables of functions, one per axis of an algorithm, and lookup of an entry by name.
 
 A name is a key of the table or `file.py:name`; the latter is the user's function, or an `Entry`
-around one. What such a function raises, and a result of the wrong kind or shape, becomes an error
-with the field, the file and the form that works. Knows nothing of what the functions compute.
-Imports no torch.
+around one. If such a function raises, or returns the wrong type or shape, the error names the field,
+the file and the expected signature. Knows nothing of what the functions compute. Imports no torch.
 
     >>> find("aggregation", AGGREGATIONS, "token_mean").formula
     'sum(l) / N'
@@ -30,7 +29,7 @@ from saccade.user_code import user_symbol
 # Types of options: what `algorithm.args` may hold.
 Positive: TypeAlias = Annotated[float, Gt(0)]
 NotNegative: TypeAlias = Annotated[float, Ge(0)]
-Width: TypeAlias = NotNegative  # of a clip
+Width: TypeAlias = NotNegative  # of a clip range
 Share: TypeAlias = Annotated[float, Ge(0), Le(1)]
 PositiveShare: TypeAlias = Annotated[float, Gt(0), Le(1)]
 Smoothing: TypeAlias = Annotated[float, Ge(0), Lt(0.5)]
@@ -42,10 +41,9 @@ OPTIONS = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A function of an axis, its options, and what the builder must know of it.
+    """A function of an axis, its options, and properties that the builder needs.
 
-    Its options are the keyword-only parameters of its functions; `given` holds the ones that do not
-    have their defaults.
+    Its options are the keyword-only parameters of its functions; `given` holds the values that were set.
     """
 
     function: Callable[..., Any]
@@ -54,39 +52,39 @@ class Entry:
     given: Mapping[str, Any] = field(default_factory=dict)
     # advantage
     group: bool = False  # compares the members of a group, so the group rules hold
-    by_member: bool = False  # one number for each member, at all of its tokens
-    whiten: Callable[..., Any] | None = None  # over the live tokens of the step, with an option to leave it out
+    by_member: bool = False  # one value per member, the same for all of its tokens
+    whiten: Callable[..., Any] | None = None  # whitening over the live tokens of the step; an option turns it off
     components: bool = False  # compares the terms of the reward one by one
-    critic: bool = False  # reads values
-    turns: bool = False  # reads what an environment gave for each turn
+    critic: bool = False  # reads the critic's values
+    turns: bool = False  # reads the environment's reward of each turn
     greedy: bool = False  # reads the reward of a greedy rollout
     positive: bool = False  # needs rewards that are never negative
-    # of domains: what a step says about them is noted, and a group weighs by what was noted so far
+    # statistics of domains: `observe` updates them with the groups of a step, `weigh` gives a group's weight
     observe: Callable[..., Any] | None = None
     weigh: Callable[..., float] | None = None
     # policy loss
-    own_aggregation: str | None = None  # the one that it was made for
-    applies_weights: bool = False  # correction weights are part of it, so they do not multiply it
-    select: Callable[..., Any] | None = None  # tokens of an optimizer step that it treats apart
-    by_advantage: bool = True  # without one it pulls back at most; not so a function of the user
+    own_aggregation: str | None = None  # the aggregation that the loss was designed for
+    applies_weights: bool = False  # uses the correction weights itself, so they are not multiplied in
+    select: Callable[..., Any] | None = None  # chooses tokens of an optimizer step that the loss treats differently
+    by_advantage: bool = True  # zero advantages cannot move the policy from its old log-probs; False: unknown
     # KL
-    in_loss: bool = True  # its gradient is that of a distance
+    in_loss: bool = True  # usable as a loss: its gradient leads to the reference
     # correction
     weighs: bool = False  # gives weights, not only a mask
-    masks: bool = False  # gives a mask beside its weights
-    by_sequence: bool = False  # the weight is that of the whole sequence, at each of its tokens
-    each_update: bool = False  # looks at the current log-probs, so it is no column of the batch
+    masks: bool = False  # gives a mask in addition to weights
+    by_sequence: bool = False  # one weight per sequence, the same for all of its tokens
+    each_update: bool = False  # uses the current log-probs: computed at each update, not stored in the batch
 
     def __call__(self, *arguments: Any) -> Any:
         return self.call(*arguments)
 
     @cached_property
     def call(self) -> Callable[..., Any]:
-        """The function with its options."""
+        """The function with its options bound."""
         return self.bound("function")
 
     def bound(self, name: str) -> Callable[..., Any]:
-        """One of its other functions, with its options."""
+        """The function in the field `name`, with its options bound."""
         function = getattr(self, name)
         assert function is not None, f"{self.name} has no {name}"
         return partial(function, **{n: v for n, v in self.given.items() if n in _keywords(function)})
@@ -97,7 +95,7 @@ class Entry:
         return [function for function in found if function is not None]
 
     def having(self, options: Mapping[str, Any]) -> Entry:
-        """The entry with those of the options that it reads."""
+        """A copy with those of the options that its functions accept."""
         return replace(self, given={**self.given, **{n: v for n, v in options.items() if self.reads(n)}})
 
     @cached_property
@@ -106,7 +104,7 @@ class Entry:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Names and values; None where there is none."""
+        """Option names and values; None for an option that has no value."""
         defaults = {name: None if p.default is p.empty else p.default for name, p in self.parameters.items()}
         return {**defaults, **self.given}
 
@@ -114,7 +112,7 @@ class Entry:
         return option in self.parameters
 
     def annotation(self, option: str) -> Any:
-        """What the value must be, as far as its parameter says so."""
+        """The type annotation of an option; Any if there is none."""
         annotation: Any = self.parameters[option].annotation
         if isinstance(annotation, str):  # names of a file with `from __future__ import annotations`
             function = next(function for function in self.functions if option in _keywords(function))
@@ -134,7 +132,7 @@ def _keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def add(
     table: MutableMapping[str, Entry], formula: str, *, name: str = "", **about: Any
 ) -> Callable[[Function], Function]:
-    """Adds the function below to a table, under its own name unless another is given."""
+    """Decorator: adds the function to a table, under its own name unless `name` is given."""
 
     def put(function: Function) -> Function:
         key = name or function.__name__
@@ -145,19 +143,19 @@ def add(
 
 
 def table_of(name: str) -> Table[Entry]:
-    """A table to add functions to; a plugin names a dict of entries."""
+    """A table to add functions to. A plugin may supply a dict that holds the entry under its name."""
     return Table(name, {}, adapt=lambda key, row: row[key] if isinstance(row, dict) else row)
 
 
 def parsed(entry: Entry, args: Mapping[str, Any], where: str = "algorithm.args") -> dict[str, Any]:
-    """Those of `args` that the entry reads, as its annotations want them."""
+    """Those of `args` that the entry accepts, validated against its annotations."""
     found = {}
     for name in (name for name in args if entry.reads(name)):
         kind = TypeAdapter(entry.annotation(name), config=OPTIONS)
         try:
             found[name] = kind.validate_python(args[name])
             if isinstance(args[name], bool) and isinstance(found[name], float | int) and found[name] is not args[name]:
-                kind.validate_python(str(args[name]).lower())  # true is no number
+                kind.validate_python(str(args[name]).lower())  # raises, as true is not a number
         except ValidationError as error:
             [first, *_] = error.errors()
             default = entry.options[name]
@@ -168,8 +166,8 @@ def parsed(entry: Entry, args: Mapping[str, Any], where: str = "algorithm.args")
 
 
 def find(axis: str, table: Mapping[str, Entry], name: str) -> Entry:
-    """The entry called `name`, or the user's function at `file.py:name`, whose name then means the
-    same in any working directory.
+    """The entry called `name`, or the user's function at `file.py:name`, whose path becomes absolute so
+    that the name is valid in any working directory.
     """
     if name in table:
         return replace(table[name], name=name)
@@ -201,7 +199,7 @@ FORMS = {
 
 
 def checked(axis: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its results checked; its signature stays."""
+    """Wrap a user's function so that exceptions and wrong results become ConfigErrors; keeps its signature."""
     field = f"algorithm.{axis}={name}"
 
     @wraps(function)
@@ -220,7 +218,7 @@ def checked(axis: str, name: str, function: Callable[..., Any]) -> Callable[...,
 
 
 def _flaw(axis: str, first: Any, result: Any) -> str:
-    """What is wrong with a result; empty where nothing is. `first`: the first argument."""
+    """What is wrong with a result; empty if nothing is. `first`: the first argument of the function."""
     kind, columns, like = f"a {type(result).__name__}", {"": result}, first
     if axis == "filter.function":
         groups = isinstance(result, list | tuple) and all(hasattr(group, "uid") for group in result)
@@ -231,7 +229,7 @@ def _flaw(axis: str, first: Any, result: Any) -> str:
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
             return f"{kind} instead of a pair of losses and a dict"
         columns = {"": result[0], **result[1]}
-    elif axis == "correct" and hasattr(first, "delta"):  # else it gives a mask at each update
+    elif axis == "correct" and hasattr(first, "delta"):  # an `each_update` correction returns a mask instead
         if not (hasattr(result, "weights") and hasattr(result, "keep")):
             return f"{kind} instead of a Correction"
         columns, like = {"weights": result.weights, "keep": result.keep}, first.delta
