@@ -1,8 +1,8 @@
 """Forest attention: a token attends causally to its own node and to all of its ancestors.
 
-A plan says how the tokens of a forward attend; the model's own modules call it through the function
-in interface.py. Layers may see a window of a row, or a chunk of it; the tokens of a picture may see
-each other both ways. Knows nothing of models, images or rollouts.
+A plan computes attention for the tokens of one forward; the model's own modules call it through the
+function in interface.py. Layers may attend within a sliding window or a chunk of the row; tokens of an
+image may attend to each other in both directions. Knows nothing of models, images or rollouts.
 
     hidden = model(input_ids=ids, attention_plan=forest_plan(starts, parents, ids.device, dtype))
 
@@ -25,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from saccade.forest.device_ops import KERNELS, has_kernels, to_device
 from saccade.registry import HOOKS
 
-HALF = (torch.bfloat16, torch.float16)  # what flash attention and our kernels serve
+HALF = (torch.bfloat16, torch.float16)  # dtypes that flash attention and our kernels support
 
 # A dense mask of a larger tree would cost more memory than it saves time; it is computed node by
 # node instead.
@@ -33,15 +33,15 @@ LARGEST_DENSE_TREE = 4096
 LARGEST_FLASH_HEAD = 256
 
 
-# What a token sees of the tokens before it: None: all; n: itself and the n - 1 before; -n: those of
-# its own chunk, where every n tokens of a row are one.
+# Which earlier tokens a token attends to. None: all; n: itself and the n - 1 before; -n: those in its own
+# chunk of n tokens of the row.
 Window = int | None
 # (layer, q [T, H, D], k [T, G, D], v [T, G, Dv], scale, window) → [T, H, Dv]
 AttentionPlan = Callable[[int, Tensor, Tensor, Tensor, float, Window], Tensor]
 
 
 class ForwardPlan:
-    """A plan, with what layers that read their tokens one after the other go along: made when one asks for it."""
+    """An attention plan, and `walk`, by which recurrent layers traverse the tokens; created on first use."""
 
     def __init__(self, attend: AttentionPlan, make_walk: Callable[[], Any]) -> None:
         self._attend, self._make_walk = attend, make_walk
@@ -55,8 +55,8 @@ class ForwardPlan:
 
 
 def first_seen(place: Any, window: int) -> Any:
-    """The place of the first token that the one at `place` sees; both may be arrays. A window may
-    reach back before the row.
+    """The first position that the token at `place` (an int or array) attends to. With a sliding window it
+    may be negative.
     """
     return place - window + 1 if window > 0 else place - place % -window
 
@@ -66,20 +66,20 @@ def first_seen(place: Any, window: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Tokens of one number, such as those of a picture, see each other both ways, as far as a window
-    reaches back.
+    """Tokens with the same number, such as those of an image, attend to each other in both directions, as
+    far as a window reaches back.
     """
 
     numbers: np.ndarray  # [T]; -1: causal
-    everywhere: bool  # False: in layers with a window alone
+    everywhere: bool  # False: only in layers with a window
 
     def apply(self, window: Window) -> bool:
         return self.everywhere or window is not None
 
 
 def blocks_at(kind: str, ids: np.ndarray, placeholders: Mapping[str, int]) -> Blocks | None:
-    """Runs of placeholders of pictures and of frames among ids. `kind`: in "all" layers, in those with "windows", or in
-    none ("").
+    """Blocks of the runs of image and video placeholders in ids. `kind`: for "all" layers, for those with "windows", or
+    for none ("").
     """
     seen = [placeholders[medium] for medium in ("image", "video") if medium in placeholders]
     places = np.flatnonzero(np.isin(ids, seen if kind else []))
@@ -109,15 +109,15 @@ def paths(parents: np.ndarray) -> list[list[int]]:
 
 
 def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, blocks: Blocks | None) -> AttentionPlan:
-    """One call, which a window does not change. Nodes are cut where chunks begin, and where blocks
-    begin and end: these are a second call, in which they see all of themselves.
+    """One flash call, also with a sliding window. For chunks and blocks, nodes are split at their
+    boundaries, and blocks get a second call without a causal mask.
     """
     made: dict[Any, AttentionPlan] = {(False, 0): _flash_call(starts, parents, np.arange(len(parents)), device)}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
         chunk = 0 if window is None or window > 0 else -window
         numbers = None if blocks is None or not blocks.apply(window) else blocks.numbers
-        if q.shape[-1] > LARGEST_FLASH_HEAD or (chunk and numbers is not None):  # a block may lie in two chunks
+        if q.shape[-1] > LARGEST_FLASH_HEAD or (chunk and numbers is not None):  # a block may span two chunks
             if "dense" not in made:
                 made["dense"] = _dense_plan(starts, parents, device, blocks)
             return made["dense"](layer, q, k, v, scale, window)
@@ -132,7 +132,7 @@ def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, 
 def _cut_plan(
     starts: np.ndarray, parents: np.ndarray, device: torch.device, numbers: np.ndarray | None, chunk: int
 ) -> AttentionPlan:
-    """Calls over pieces of nodes: text, causal, and blocks, not."""
+    """Flash calls over pieces of nodes: a causal one for text, and one without a causal mask for blocks."""
     ends, above, last, before = [0], list[int](), list[int](), list[int]()
     numbers = np.full(starts[-1], -1) if numbers is None else numbers
     for node, parent in enumerate(parents.tolist()):
@@ -174,7 +174,7 @@ def _flash_call(
     causal: bool = True,
     chunk: int = 0,
 ) -> AttentionPlan:
-    """Queries of some nodes, one after the other; with a `chunk`, over the keys of theirs alone."""
+    """One flash call for the queries of `nodes` over the keys of their paths; with `chunk`, of their own chunk only."""
     spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
     whole = paths(parents)
     gathered = [np.concatenate([spans[node] for node in whole[n]]) for n in nodes]
@@ -182,7 +182,7 @@ def _flash_call(
         gathered = [index[(len(index) - 1) // chunk * chunk :] for index in gathered]
     sizes, key_lengths = np.diff(starts)[nodes], np.array([len(index) for index in gathered])
     keys = to_device(np.concatenate(gathered), device)  # [K] token of each gathered key
-    # Where the keys of each token were gathered to, token after token, and where those of each begin.
+    # For backward: the places among gathered keys, sorted by token, and where those of each token begin.
     sorted_keys, places = torch.sort(keys, stable=True)
     offsets = torch.searchsorted(sorted_keys, torch.arange(int(starts[-1]) + 1, device=device))
     bounds = (np.concatenate([[0], each.cumsum()]).astype(np.int32) for each in (sizes, key_lengths))
@@ -197,8 +197,8 @@ def _flash_call(
 
 
 class _GatherRows(torch.autograd.Function):
-    """Rows by index. A key shared by n leaves gets n gradients: they are summed in fp32, not in
-    bf16.
+    """Gather rows by index. A key gathered for n nodes gets n gradients, which backward sums in fp32, not
+    in bf16.
     """
 
     @staticmethod
@@ -217,11 +217,11 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, blocks: Blocks | None) -> AttentionPlan:
-    """Padded trees with boolean masks, a product for those of about one size; large trees node by node."""
+    """Padded trees with boolean masks, one call per bucket of similar sizes; large trees node by node."""
     node_paths = paths(parents)
     roots, sizes = np.array([path[0] for path in node_paths]), np.diff(starts)
     spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]
-    # Padding to the next power of two at most: the square of a size is what a tree costs.
+    # Buckets by power of two limit padding: the cost of a tree grows with the square of its padded size.
     similar: dict[int, list[np.ndarray]] = {}
     large: list[tuple[np.ndarray, np.ndarray]] = []  # queries and keys of each node
     for root in np.flatnonzero(parents < 0):
@@ -234,10 +234,10 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, b
     padded = [_pad_trees(trees, spans, node_paths, sizes) for _, trees in sorted(similar.items())]
     buckets, by_node = ([[to_device(x, device) for x in each] for each in found] for found in (padded, large))
     numbers: Tensor | None = None
-    if blocks is not None:  # neighbours in two nodes may be of two sequences
+    if blocks is not None:  # a run may continue into a node of another sequence: number it by node
         own, node = blocks.numbers, np.repeat(np.arange(len(parents)), sizes)
         numbers = to_device(np.where(own < 0, -1, own + node * len(own)), device)
-    masks: dict[Window, list[Tensor]] = {}  # one for each bucket
+    masks: dict[Window, list[Tensor]] = {}  # a mask per bucket
 
     def mask_of(window: Window, index: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
         causal = mask
@@ -245,7 +245,7 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, b
             inside = numbers[index].masked_fill(~valid, -1)
             mask = mask | _alike(inside, inside)[:, None]
         if window is not None:
-            place = causal.sum(-1) - 1  # of a token on its path
+            place = causal.sum(-1) - 1  # position of each token on its path
             mask = mask & (place[..., None, :] >= first_seen(place[..., None], window))
         return mask
 
@@ -268,13 +268,13 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, b
 
 
 def _alike(queries: Tensor, keys: Tensor) -> Tensor:
-    """[..., Q], [..., K] numbers of blocks → [..., Q, K] whether both are in one."""
+    """Block numbers [..., Q] and [..., K] → [..., Q, K] bool: both are in the same block."""
     return (queries[..., None] == keys[..., None, :]) & (queries >= 0)[..., None]
 
 
 def one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, numbers: Tensor | None = None) -> Tensor:
-    """The last tokens of a row attend to all of it: q [Q, heads, D], k and v [K, G, D]; `numbers` [K]
-    of blocks.
+    """Attention of the last tokens of a row to all of it: q [Q, H, D], k and v [K, G, D]; `numbers` [K]:
+    block of each token.
     """
     before = k.shape[0] - q.shape[0]
     query_place = torch.arange(before, k.shape[0], device=q.device)[:, None]
@@ -292,7 +292,7 @@ def one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, numb
 def _pad_trees(
     trees: Sequence[np.ndarray], spans: Sequence[np.ndarray], node_paths: Sequence[list[int]], sizes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[B, L] token of each padded place (0 where it is padding), [B, L] whether it is one, [B, 1, L, L] mask."""
+    """Token at each padded place [B, L] (0 for padding), whether it is not padding [B, L], mask [B, 1, L, L]."""
     longest = max(int(sizes[nodes].sum()) for nodes in trees)
     index = np.zeros((len(trees), longest), dtype=np.int64)
     valid = np.zeros((len(trees), longest), dtype=bool)
@@ -332,15 +332,15 @@ def varlen(
     window: int | None,
     causal: bool = True,
 ) -> Tensor:
-    """torch's flash call over the sequences of queries and of keys between `bounds`. Its signature
-    moved between releases: options are used where they exist.
+    """torch's flash attention over packed sequences; `bounds`: cumulative lengths of queries and of keys.
+    Its signature differs between releases: options are passed if they exist.
     """
     size = v.shape[-1]
-    if size < q.shape[-1]:  # it takes one size for all
+    if size < q.shape[-1]:  # flash attention needs one head size for q, k and v
         v = pad(v, (0, q.shape[-1] - size))
     call, parameters = _varlen_call()
     options: dict[str, Any] = {"scale": scale}
-    if k.shape[1] != q.shape[1] and "enable_gqa" in parameters:  # older ones do not ask
+    if k.shape[1] != q.shape[1] and "enable_gqa" in parameters:  # older releases need no flag
         options["enable_gqa"] = True
     if "window_size" in parameters:
         options["window_size"] = (-1 if window is None else window - 1, 0 if causal else -1)

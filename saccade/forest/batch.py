@@ -1,4 +1,4 @@
-"""Sequences that share nodes of tokens, and what is known of their sampled tokens. Numpy only.
+"""`Forest`: sequences packed as trees of tokens. `Batch`: a forest and its per-token columns. Numpy only.
 
 (batch,) = pack(groups, micro_tokens=16_384)
 batch.ids, batch.reads, batch.targets
@@ -22,7 +22,7 @@ from saccade.types import MediaSpan
 class _Nodes(NamedTuple):
     leaves: np.ndarray  # [sequences] int64: the last node of each
     sizes: np.ndarray  # [nodes] int64: tokens
-    parents: np.ndarray  # [nodes] int64, -1 for a root; a parent stands before its children
+    parents: np.ndarray  # [nodes] int64, -1 for a root; parents come before their children
     media: tuple[MediaSpan, ...]  # spans in packed tokens, once per node
 
 
@@ -31,23 +31,23 @@ class Forest:
     """Sequences that share nodes of tokens, each node attending to itself (causally) and to all of its
     ancestors. A token is packed once, however many sequences pass through it.
 
-    Trees, and what is packed, are computed when they are first asked for: who only hands a forest on
-    never asks.
+    Trees and packed arrays are computed on first use, so a process that only passes a forest on does
+    not compute them.
     """
 
     rows: np.ndarray  # [row tokens] int32: ids of the sequences end to end, each up to its last sampled token
     row_lengths: np.ndarray  # [sequences] int64: tokens of each in `rows`
-    drawn: np.ndarray  # [runs, 2] int64: where in `rows` the policy sampled, from and up to, in order
+    drawn: np.ndarray  # [runs, 2] int64: start and end in `rows` of each run of sampled tokens, in order
     lengths: np.ndarray  # [sequences] int64: sampled tokens
     keys: tuple[tuple[str, int], ...]  # (sample id, repeat) of each sequence
     groups: np.ndarray  # [sequences] int64, index of the group inside the step
-    shown: tuple[tuple[MediaSpan, ...], ...]  # what sequences show, in tokens of a row
-    albums: np.ndarray  # [sequences] int64: which of these
-    support: tuple[np.ndarray, ...] | None = None  # kept ids per read
-    with_ends: bool = False  # the last token of each sequence, at which nothing is predicted, is packed, too
-    budget: int = 0  # tokens of the `pieces` that are computed at once; 0: it is one
-    whole: bool = False  # a group over the budget is not divided
-    part: int | None = None  # who computes it, where several processes share a step
+    shown: tuple[tuple[MediaSpan, ...], ...]  # the distinct lists of media spans, in tokens of a row
+    albums: np.ndarray  # [sequences] int64: index into `shown`
+    support: tuple[np.ndarray, ...] | None = None  # ids that truncated sampling kept, per read
+    with_ends: bool = False  # also pack the last token of each sequence, at which nothing is predicted
+    budget: int = 0  # most tokens of one of the `pieces`; 0: a single piece
+    whole: bool = False  # do not divide a group that is over the budget
+    part: int | None = None  # which process computes it, if several share a step
 
     def __post_init__(self) -> None:
         assert len(self.row_lengths) == len(self.lengths) == len(self.groups)
@@ -67,7 +67,7 @@ class Forest:
 
     @cached_property
     def trees(self) -> list[Tree]:
-        """One of each group, or several where it is over the budget; in the order of the sequences."""
+        """One per group, or several if the group is over the budget; in the order of the sequences."""
         rows = [
             Row(self.rows[start:end], self.shown[album], end - start - (not self.with_ends))
             for (start, end), album in zip(pairwise(self.row_starts.tolist()), self.albums, strict=True)
@@ -78,7 +78,7 @@ class Forest:
 
     @cached_property
     def pieces(self) -> list[tuple[slice, Forest]]:
-        """Forests of at most `budget` tokens, or of one tree, and which of the sequences they have."""
+        """Forests of at most `budget` tokens, or of one larger tree, each with the slice of its sequences."""
         cuts: list[list[Tree]] = []
         left = 0
         for tree in self.trees:
@@ -95,7 +95,7 @@ class Forest:
         return found
 
     def cut(self, mine: slice) -> Forest:
-        """The forest of some of its sequences."""
+        """The forest of a slice of its sequences."""
         low, high = self.row_starts[[mine.start, mine.stop]]
         runs = slice(*np.searchsorted(self.drawn[:, 0], [low, high]))
         reads = slice(*self.read_starts[[mine.start, mine.stop]])
@@ -148,7 +148,7 @@ class Forest:
 
     @cached_property
     def _stretches(self) -> tuple[np.ndarray, np.ndarray]:
-        """The nodes of all sequences, from their roots on, and where these begin in `rows`."""
+        """The nodes on the path of every sequence, root first, and where each begins in `rows`."""
         parents, nodes, counts = self.parents.tolist(), list[int](), []
         for node in self.leaves.tolist():
             path = []
@@ -168,24 +168,24 @@ class Forest:
         return np.concatenate([self.rows[start : start + size] for start, size in spans], dtype=np.int64)
 
     def _packed(self, places: np.ndarray) -> np.ndarray:
-        """Where tokens of the `rows`, in ascending order, are packed."""
+        """Packed indices of the tokens at `places` (ascending) in `rows`."""
         nodes, starts = self._stretches
         counts = np.diff(np.searchsorted(places, starts), append=len(places))
         return places + np.repeat(self.node_starts[nodes] - starts, counts)
 
     @cached_property
     def media_nodes(self) -> list[int]:
-        """The node of each medium."""
+        """Index of the node of each medium."""
         starts = [span.start for span in self.media]
         return (np.searchsorted(self.node_starts, starts, side="right") - 1).tolist()
 
     def positions(self, rule: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]) -> np.ndarray:
-        """[axes, tokens]: by the rule of a model, from how many tokens and which media come before."""
+        """[axes, tokens] position ids of packed tokens. `rule`: (length of a row, its media) → [axes, length]."""
         inside: dict[int, list[MediaSpan]] = {}
         for span, node in zip(self.media, self.media_nodes, strict=True):
             inside.setdefault(node, []).append(span)
         starts, above, sizes = (array.tolist() for array in (self.node_starts, self.above, self.sizes))
-        seen: list[tuple[MediaSpan, ...]] = []  # from the root to the end of each node
+        seen: list[tuple[MediaSpan, ...]] = []  # media from the root to the end of each node
         longest: dict[tuple[MediaSpan, ...], int] = {}
         for node, parent in enumerate(self.parents.tolist()):
             own = (span.moved(above[node] - starts[node]) for span in inside.get(node, ()))
@@ -207,12 +207,12 @@ class Forest:
 
     @cached_property
     def targets(self) -> np.ndarray:
-        """[reads] int64: what was sampled."""
+        """[reads] int64: the sampled tokens."""
         return self.rows[self._places].astype(np.int64)
 
     @cached_property
     def sampled(self) -> np.ndarray | None:
-        """[reads]: the packed tokens of the targets."""
+        """[reads]: packed index of each target; None unless packed `with_ends`."""
         return self._packed(self._places) if self.with_ends else None
 
     @cached_property
@@ -240,14 +240,14 @@ def _of_forest(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A forest, and what is known of its reads.
+    """A forest, and columns of its reads.
 
     A read says: the hidden state at token `reads[r]` predicts `targets[r]` for sequence
     `sequence[r]`. Reads of one sequence are contiguous and in order of time. The last token of a
     trunk is read once per leaf.
 
-    A column has a number for each read, or one for each sequence that holds for all of its reads;
-    `per_read` gives the former in both cases.
+    A column has a value per read, or a value per sequence that holds for all of its reads; `per_read`
+    returns one value per read in both cases.
     """
 
     forest: Forest
@@ -261,13 +261,13 @@ class Batch:
     weights: np.ndarray | None = None  # correction weights
     rewards: np.ndarray | None = None  # of the sequence, after shaping
     selected: np.ndarray | None = None  # 0/1: tokens that the policy loss treats differently
-    ages: np.ndarray | None = None  # steps since each was sampled
-    values: np.ndarray | None = None  # of the critic, before the update
-    returns: np.ndarray | None = None  # what the critic learns
-    last_values: np.ndarray | None = None  # [sequences] of the critic, after the last token
+    ages: np.ndarray | None = None  # steps since each token was sampled
+    values: np.ndarray | None = None  # the critic's values before the update
+    returns: np.ndarray | None = None  # the critic's targets
+    last_values: np.ndarray | None = None  # [sequences] the critic's value after the last token
     ref_totals: np.ndarray | None = None  # [sequences] log-prob of all reads under the reference
 
-    # Of the forest.
+    # Forwarded to the forest.
     ids, reads, targets, sequence, sampled = map(_of_forest, ("ids", "reads", "targets", "sequence", "sampled"))
     keys, groups, lengths, read_count = map(_of_forest, ("keys", "groups", "lengths", "read_count"))
     node_starts, parents, media, support = map(_of_forest, ("node_starts", "parents", "media", "support"))
@@ -279,7 +279,7 @@ class Batch:
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
-        """What is known beside the forest, by name."""
+        """The columns that are set, by name."""
         return {name: column for name, column in vars(self).items() if isinstance(column, np.ndarray)}
 
     def per_read(self, name: str) -> Any:
@@ -297,11 +297,11 @@ class Batch:
         return None if self.sampled is None else self.sampled[self.lengths.cumsum() - 1]
 
     def pieces(self) -> list[Batch]:
-        """Batches of forests that are computed at once."""
+        """Micro-batches: the batch of each of the forest's pieces."""
         return [self.cut(mine, forest) for mine, forest in self.forest.pieces]
 
     def cut(self, mine: slice, forest: Forest | None = None) -> Batch:
-        """Some of its sequences, with their reads. `forest`: theirs, if it is known."""
+        """The batch of a slice of its sequences. `forest`: their forest, if it was made already."""
         reads = slice(*self.forest.read_starts[[mine.start, mine.stop]])
         taken: dict[str, Any] = {n: c[mine if len(c) == len(self.keys) else reads] for n, c in self.columns.items()}
         return Batch(forest=forest or self.forest.cut(mine), **taken)

@@ -1,5 +1,5 @@
-"""What every part does on a device: copies from the host without waiting, as a plain copy would first
-let the GPU run dry, and the table of kernels that a GPU runs instead of plain torch.
+"""Asynchronous copies from the host (a synchronous one would stall until the GPU is idle), and the table
+of kernels that a GPU runs instead of plain torch.
 
     ids = to_device(batch.ids, torch.device("cuda"))
     if has_kernels(device): KERNELS["sum_rows"](…)
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from saccade.registry import Table
 
-KERNELS: Table[Any] = Table("kernels", {})  # each has a plain counterpart that is its reference in tests/gpu
+KERNELS: Table[Any] = Table("kernels", {})  # each has a version in plain torch, its reference in tests/gpu
 
 
 def to_device(array: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Through pinned memory, which is given back for reuse when the copy is done."""
+    """Copy to the device through pinned memory, which is reused when the copy is done."""
     tensor = array if isinstance(array, Tensor) else torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda" or tensor.is_cuda:
         return tensor.to(device)

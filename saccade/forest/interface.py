@@ -1,8 +1,8 @@
-"""What transformers calls for attention: one function is registered with it, so that a family's own
-modules run unchanged. What it computes is decided by the plan (attention.py) that a forward passes
-under the keyword `attention_plan`: training passes a forest plan, the embedded engine one that reads
-its cache. Only the decoder gets it; towers keep transformers' own attention and masks, but for those
-that hand over the boundaries of their segments. Knows nothing of images or rollouts.
+"""The attention function that is registered with transformers, so that its model classes run unchanged.
+The plan (attention.py) that a forward passes as keyword `attention_plan` decides what it computes:
+training passes a forest plan, the embedded engine one that reads its cache. Only the decoder uses it;
+towers keep transformers' own attention and masks, except those that pass the boundaries of their
+segments. Knows nothing of images or rollouts.
 
     use_in(model)
     decoder_of(model)(input_ids=ids, attention_plan=plan)
@@ -18,12 +18,12 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from saccade.errors import EnvironmentProblem
 from saccade.forest.attention import HALF, Window, varlen
 
-# transformers takes the one-call path of a vision tower only when the name holds "flash", under
-# which decoders would refuse rows longer than a chunk.
+# transformers runs a vision tower's attention in one call only if the name contains "flash"; with such
+# a name decoders would refuse rows longer than a chunk.
 DECODER, TOWER = "saccade", "saccade_flash"
-READ = ("scaling", "sliding_window", "attention_plan", "cu_seq_lens_q", "max_length_q")  # what models pass
-# What they pass beside these without changing what attention has to compute here: a plan knows its tokens, a
-# segment of keys is one of queries. Anything else changes the result.
+READ = ("scaling", "sliding_window", "attention_plan", "cu_seq_lens_q", "max_length_q")  # keywords that are used
+# Other keywords of models, which do not change the result here: a plan knows its tokens, and segments of keys
+# are those of queries. Any further keyword is refused.
 HARMLESS = (
     *("position_ids", "cache_position", "is_causal", "cu_seq_lens_k", "max_length_k"),
     *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
@@ -37,13 +37,13 @@ def decoder_of(model: Any) -> Any:
 
 
 def use_in(model: Any, *, segments: bool = False) -> None:
-    """From now on the forwards of the model's decoder need a plan. `segments`: its towers hand over
-    boundaries of segments and attend through us, too; others keep transformers' own attention.
+    """Register the attention function; forwards of the decoder then need a plan. `segments`: the towers
+    pass segment boundaries and use it, too; otherwise they keep transformers' own attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     decoder = decoder_of(model)
-    # A model of several parts may leave it to its decoder to say so.
+    # In a composite model only the decoder may set the flag.
     if not any(getattr(part, "_supports_attention_backend", False) for part in (model, decoder)):
         why = "computes its own attention, so packed rows would leak into each other"
         hint = "use a model whose class sets _supports_attention_backend"
@@ -57,14 +57,14 @@ def use_in(model: Any, *, segments: bool = False) -> None:
         model.config._attn_implementation = TOWER
     attend_by(decoder, DECODER)
     for module in decoder.modules():
-        # A temperature that transformers finds from the place in a batch; below `floor_scale`
-        # tokens, to which the family limits rows, it is 1.
+        # transformers computes this temperature from the index in the packed batch. It is 1 below
+        # `floor_scale` tokens, to which the family limits rows, so it can be switched off.
         if getattr(module, "attn_temperature_tuning", False):
             module.attn_temperature_tuning = False
 
 
 def attend_by(decoder: Any, name: str) -> None:
-    """Set the attention of a decoder; towers whose configs are inside its own keep theirs."""
+    """Set the attention implementation of a decoder; towers with configs nested in its own keep theirs."""
     inside = [getattr(decoder.config, part, None) for part in decoder.config.sub_configs]
     before = [(part, part._attn_implementation) for part in inside if part is not None]
     decoder.config._attn_implementation = name
@@ -73,7 +73,7 @@ def attend_by(decoder: Any, name: str) -> None:
 
 
 def _window_of(*args: Any, local_size: int | None = None, config: Any = None, **kwargs: Any) -> Window:
-    """In the place of a mask, which a plan does not need. Not every model passes `sliding_window`."""
+    """Returns the window in place of a mask: a plan needs no mask, and not every model passes `sliding_window`."""
     chunked = local_size is not None and local_size == getattr(config, "attention_chunk_size", None)
     return -local_size if chunked else local_size  # type: ignore[operator]
 
@@ -85,7 +85,7 @@ def _attend(
     _refuse_unknown(module, options)
     if isinstance(attention_mask, int):
         window = attention_mask
-    # Not x[0]: its gradient would be copied into zeros.
+    # Not x[0], whose backward would copy the gradient into a tensor of zeros.
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if boundaries is not None:

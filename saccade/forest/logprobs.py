@@ -1,5 +1,5 @@
-"""Log-probs and entropies at the read positions of a forest, chunk by chunk: without need no
-[tokens, vocabulary] exists.
+"""Log-probs and entropies at the read positions of a forest, in chunks, to avoid a whole
+[tokens, vocabulary] tensor.
 
 The distribution is the one that was sampled from: fp32 logits over the temperature, banned ids
 removed and, where sampling was truncated, only the kept ids. Knows nothing of forests or
@@ -23,7 +23,7 @@ from saccade.forest.device_ops import KERNELS, has_kernels, to_device
 
 # Largest chunk of logits: in fp32 about 600 MB, so that a few copies of it fit beside a model.
 CHUNK_ELEMENTS = 150_000_000
-# Without copies a chunk may be larger: fewer of them add up the gradient of the head.
+# Factor for kernels, which work in place: with fewer chunks the head's gradient is accumulated less often.
 KERNEL_CHUNK = 4
 
 
@@ -40,8 +40,8 @@ def read_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """hidden [R, E], targets [R] → log-probs [R] and true entropies [R], both fp32.
 
-    Under autograd the logits of a chunk are computed again in backward, unless there is memory to
-    keep them. The entropy carries a gradient only when asked: most losses only report it.
+    Under autograd the logits of several chunks are recomputed in backward, unless `keep_logits`. The
+    entropy has a gradient only with `entropy_gradient`: most losses only report it.
     """
     elements = CHUNK_ELEMENTS * (KERNEL_CHUNK if _in_place(hidden) else 1)
     rows = max(1, elements // head.out_features)
@@ -74,8 +74,8 @@ def sampling_logits(logits: Tensor, temperature: float | Tensor, banned: Tensor 
 
 
 class _Read(torch.autograd.Function):
-    """Only the logits themselves are kept, and their gradient takes their place where a
-    kernel writes it: nothing else reads what a head has made.
+    """Saves only the logits for backward. Kernels overwrite them with their gradient, because nothing
+    else uses the output of a head.
     """
 
     @staticmethod
@@ -139,7 +139,7 @@ def _gradient(
 
 
 def _support_mask(support: Sequence[np.ndarray], vocabulary: int, device: torch.device) -> Tensor:
-    """[R, V]; an empty entry means that nothing was cut away."""
+    """[R, V] bool: ids that truncated sampling kept; an empty entry means all."""
     lengths = np.array([len(ids) for ids in support])
     mask = to_device(lengths == 0, device)[:, None].repeat(1, vocabulary)
     rows = np.repeat(np.arange(len(support)), lengths)

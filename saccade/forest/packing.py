@@ -1,8 +1,8 @@
-"""Trajectories → token forests under a token budget.
+"""Pack trajectories into token forests under a token budget.
 
-The members of a group share what they have in common (`trees.py`). A token is packed once however
-many sequences pass through it; a read says at which token and for which sequence a target is
-predicted. Knows nothing of tensors, models or algorithms.
+Members of a group share their common prefixes (`trees.py`). A token is packed once however many
+sequences pass through it; a read says at which token and for which sequence a target is predicted.
+Knows nothing of tensors, models or algorithms.
 
     batches = pack(groups, micro_tokens=16_384)
 """
@@ -17,22 +17,22 @@ import numpy as np
 from saccade.forest.batch import Batch, Forest
 from saccade.types import Group, MediaSpan, Trajectory
 
-EVERYTHING = np.empty(0, dtype=np.int64)  # support of a token where nothing was cut away
-Members = tuple[int, Sequence[Trajectory]]  # the index of a group, and some who train
+EVERYTHING = np.empty(0, dtype=np.int64)  # support of a token sampled from the whole vocabulary
+Members = tuple[int, Sequence[Trajectory]]  # the index of a group, and some of its trained members
 
 
 def pack(
     groups: Sequence[Group], *, micro_tokens: int, ends: bool = False, whole: bool = False, parts: int = 1
 ) -> list[Batch]:
-    """Forests of at most `micro_tokens` tokens, whole groups where they fit, in the order of the
-    groups.
+    """Forests of at most `micro_tokens` tokens, with whole groups if they fit, in the order of the groups.
 
     Trajectories that are not `trained`, or have no sampled token, are left out. A group over the
-    budget repeats its trunk, or with `whole` is a forest of its own, as a sequence over it is. With
-    `ends` the last sampled token of each sequence, at which nothing is predicted, is packed too.
+    budget is divided and repeats its trunk, or with `whole` becomes a forest of its own, as does a
+    single sequence over the budget. With `ends` the last sampled token of each sequence, at which
+    nothing is predicted, is packed too.
 
-    With several `parts` each gets one forest, of about as many tokens, which who computes it cuts
-    into `pieces`.
+    With several `parts` each gets one forest, with about the same number of tokens; the process that
+    computes it divides it into `pieces`.
     """
     options: dict[str, Any] = {"with_ends": ends, "budget": micro_tokens, "whole": whole}
     chosen: list[Members] = []
@@ -43,7 +43,7 @@ def pack(
         return _batch(chosen, options).pieces() if chosen else []
     dealt, sizes = list[Members](), list[int]()
     for index, left in chosen:
-        # Trees are grown by who computes them; here members are taken to share their prompt.
+        # The computing process builds the trees; this assumes that members share exactly their prompt.
         size = left[0].prompt_length + sum(t.end - t.prompt_length for t in left)
         if size <= micro_tokens or whole:
             dealt.append((index, left))
@@ -64,7 +64,7 @@ def pack(
 
 
 def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Indices for each part, in order. The largest go first, each to the part that has least."""
+    """Indices for each part, ascending. Greedy: the largest first, each to the part with the smallest sum."""
     dealt: list[list[int]] = [[] for _ in range(parts)]
     given = [0] * parts
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -75,7 +75,7 @@ def deal(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def halves(batch: Batch, *, whole: bool) -> tuple[Batch, Batch] | None:
-    """Two parts of about as many sequences; `whole`: no group is divided. None: it is one."""
+    """Divide a batch in two by sequences; `whole`: do not divide groups. None if it cannot be divided."""
     count = len(batch.keys)
     cuts = np.flatnonzero(np.diff(batch.groups)) + 1 if whole else np.arange(1, count)
     if not len(cuts):
@@ -90,7 +90,7 @@ def _batch(chosen: Sequence[Members], options: dict[str, Any]) -> Batch:
     albums, last = list[int](), None
     for member in members:
         spans = member.media
-        if spans and spans[-1].start >= member.end:  # nothing was sampled behind it
+        if spans and spans[-1].start >= member.end:  # nothing was sampled after it, so it is not packed
             spans = tuple(span for span in spans if span.start < member.end)
         if spans != last:  # members of a group mostly show the same
             album, last = shown.setdefault(spans, len(shown)), spans

@@ -1,7 +1,7 @@
-"""Rows of tokens that begin alike share nodes: the trees of a group, under a token budget.
+"""Prefix trees over the token rows of a group, under a token budget.
 
-What all rows have in common is a trunk (the longest common prefix of ids and media, computed, not
-assumed), and below it is whatever some of them share again. Knows nothing of tensors or algorithms.
+The trunk is the longest common prefix of ids and media of all rows (computed, not assumed); below it,
+rows that share a longer prefix share further nodes. Knows nothing of tensors or algorithms.
 
     trees = grow([Row(ids, media, end=len(ids)), ...], budget=16_384)
 """
@@ -21,7 +21,7 @@ MIN_BRANCH = 4
 class Row(NamedTuple):
     ids: np.ndarray
     media: tuple[MediaSpan, ...]
-    end: int  # tokens that are packed
+    end: int  # number of tokens that are packed
 
 
 class Node(NamedTuple):
@@ -41,7 +41,7 @@ class Tree(NamedTuple):
 
 
 def grow(rows: Sequence[Row], budget: int | None) -> Iterator[Tree]:
-    """One tree, or as many as the budget asks for, each with rows from the first left on."""
+    """Yield one tree, or several of consecutive rows, each within the budget or with a single row."""
     whole = _tree(rows)
     if budget is None or whole.tokens <= budget:
         yield whole
@@ -55,10 +55,10 @@ def grow(rows: Sequence[Row], budget: int | None) -> Iterator[Tree]:
 
 
 def _fitting(rows: Sequence[Row], budget: int, *, guess: int) -> Tree:
-    """The tree of as many rows, from the first on, as fit the budget, and of one at least.
+    """The tree of the most leading rows that fit the budget, at least one.
 
-    Looks further and further from the guess, then halves what is left: a tree costs as much as it
-    has rows, and most neighbours in a group take about as many.
+    Exponential search from the guess, then bisection: the cost of a tree grows with its rows, and
+    consecutive trees of a group mostly have about the same number.
     """
     fits, too_many = 0, len(rows) + 1
     count, step = max(1, min(guess, len(rows))), 1
@@ -78,7 +78,7 @@ def _tree(rows: Sequence[Row]) -> Tree:
     nodes: list[Node] = []
     paths: list[tuple[int, ...]] = [()] * len(rows)
 
-    # In depth as they branch; a group may branch more often than Python calls may nest.
+    # Depth first, with an explicit stack: a group may branch deeper than Python's recursion limit.
     growing: list[tuple[list[int], int, int, tuple[int, ...]]] = [(list(range(len(rows))), 0, -1, ())]
     while growing:
         names, start, parent, path = growing.pop()
@@ -102,13 +102,13 @@ def _tree(rows: Sequence[Row]) -> Tree:
 
 
 def _next(row: Row, place: int) -> tuple[object, ...]:
-    """What tells branches apart: the next id, and which medium starts there."""
+    """Key of the branch that a row takes: its next id, and the medium that starts there."""
     media = [span.media.key for span in row.media if span.start == place]
     return (int(row.ids[place]), *media)
 
 
 def _common_prefix(rows: Sequence[Row], start: int, limit: int) -> int:
-    """How far all rows agree, never ending inside a media span."""
+    """The end of the common prefix of all rows, never inside a media span."""
     first = rows[0]
     end = limit
     for other in rows[1:]:

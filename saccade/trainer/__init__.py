@@ -1,7 +1,7 @@
-"""What trains and scores: a model with an optional optimizer. Policy, reference and critic are
-instances of one thing.
+"""The interface of a trainer: a model with an optional optimizer. Policy, critic and reference are
+instances of the same class (except the reference of a policy with adapters: `reference.py`).
 
-Arguments are records: forests, the algorithm, references to images.
+Arguments are plain records: forests, the algorithm, references to images.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,26 +30,26 @@ class Scoring:
     ban: bool = True  # remove the ids that are never sampled
 
 
-MODEL_SCORING = Scoring(ban=False)  # the distribution of the model itself, for what it did not sample
+MODEL_SCORING = Scoring(ban=False)  # the model's own distribution, for tokens that it did not sample
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What became of one optimizer step."""
+    """The result of one optimizer step."""
 
     metrics: Metrics
-    skipped: bool  # a loss or gradient was not finite: parameters and optimizer are as before
+    skipped: bool  # a loss or gradient was not finite: parameters and optimizer are unchanged
 
 
 class Trainer(Protocol):
-    """What a recipe sees of a model: it is in this process (`local.LocalBackend`), or on several GPUs."""
+    """The interface of recipes to a model, in this process (`local.LocalBackend`) or on several GPUs."""
 
-    model: Any  # its names and shapes; the weights may be elsewhere
+    model: Any  # for its names and shapes; the weights may be in other processes
     family: Family
     device: torch.device
     dtype: torch.dtype
-    parts: int  # among which the forests of a step are dealt
-    engine: Any  # that generates with the same weights, where it brings one
+    parts: int  # number of parts into which the forests of a step are dealt
+    engine: Any  # generates with the same weights; None: the recipe makes one
 
     def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]: ...
 
@@ -58,11 +58,11 @@ class Trainer(Protocol):
     def train_step(self, batches: Sequence[Batch], loss: "Loss", *, lr: float, moves: bool = True) -> Update: ...
 
     def measure(self, batches: Sequence[Batch], loss: "Loss") -> Metrics:
-        """What a step on these batches would report, without it."""
+        """The metrics that a step on these batches would report, without taking it."""
         ...
 
     def repeats(self) -> float:
-        """Share of the layers that computed their activations again since the last call."""
+        """Share of the layer forwards since the last call whose activations were recomputed in backward."""
         ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
@@ -83,7 +83,7 @@ class Trainer(Protocol):
 
 
 class Reader(Protocol):
-    """What a loss sees of a backend: the model, read on one forest."""
+    """The interface of a loss to the model: forwards on one forest."""
 
     model: nn.Module
     family: Family
@@ -96,7 +96,7 @@ class Reader(Protocol):
     def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor: ...
 
     def at_reads(self, batch: Batch, found: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
-        """What is found for every read of a forest, where this process may look at some of its tokens only."""
+        """Apply `found` to the tokens of this process; return its rows for all reads, gathered over processes."""
         ...
 
 
@@ -116,5 +116,5 @@ class Loss(Protocol):
         ...
 
     def read(self, trainer: Reader, batch: Batch) -> Objective:
-        """The forward of a forest; what it returns computes loss and sums from its outputs."""
+        """Run the forward of a forest; the returned function computes loss and sums from its outputs."""
         ...

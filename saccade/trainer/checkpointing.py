@@ -1,10 +1,9 @@
-"""Which layers compute their activations again in backward: as few as the free memory allows.
+"""Activation checkpointing for as few layers as the free memory allows.
 
-What a layer keeps is measured, not computed from a config: in the first micro-batch every layer
-recomputes but the last of each kind, and the memory before and after that one is compared. From
-then on the layers at the end keep what they made for as long as it fits; they are the first that
-backward frees. What else was needed at the peak of that micro-batch is left free. Knows nothing of
-losses or optimizers.
+The size of a layer's activations is measured, not derived from a config: in the first micro-batch all
+layers recompute except the last of each kind, and the memory before and after that one is compared.
+From then on as many of the last layers as fit keep their activations, because backward frees those
+first. The rest of that micro-batch's peak memory is left free. Knows nothing of losses or optimizers.
 
     recompute = Recompute(model, "auto")
     recompute.choose(batch.tokens, media_tokens)
@@ -20,20 +19,20 @@ from torch import Tensor, nn
 
 from saccade.system.devices import free_bytes, total_bytes
 
-# Of the device's memory, never planned with: fragments between blocks, workspaces of libraries.
+# Share of the device's memory that is left unused, for fragmentation and workspaces of libraries.
 MARGIN = 0.04
 MORE_AFTER_AN_ERROR = 0.03
-LOOKS = 4  # micro-batches with media after which a tower that did not run is waited for no more
+LOOKS = 4  # micro-batches with media after which a tower that did not run is no longer measured
 
 
 @dataclass(kw_only=True)
 class _Kind:
-    """Layers of one class and with the same parts, in the order in which they run."""
+    """Layers of one class with the same submodules, in the order in which they run."""
 
     layers: list[Any]
-    tokens: int = 0  # of the micro-batch in which it was measured, all or those of media
+    tokens: int = 0  # of the measured micro-batch: all, or (`of_media`) those of media
     of_media: bool = False
-    kept: int | None = None  # bytes that one layer kept there beyond its output
+    kept: int | None = None  # bytes of activations of one layer there, without its output; None: not measured
 
     def cost(self, tokens: int, media_tokens: int) -> float:
         assert self.kept is not None
@@ -47,32 +46,32 @@ class Recompute:
         self.device = next(model.parameters()).device
         self.planned = wanted == "auto" and self.device.type == "cuda"
         self.margin = MARGIN
-        self.spare = 0.0  # bytes that are left when every layer has what it keeps
+        self.spare = 0.0  # bytes left free beside the activations that layers keep
         self.looks = LOOKS
-        self.overhead = (0, 1, 1)  # bytes beside what layers keep; its tokens, its media tokens
+        self.overhead = (0, 1, 1)  # peak bytes beyond kept activations; tokens, media tokens of that micro-batch
         if wanted is True or self.planned:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            # Only reentrant checkpointing wants inputs with a gradient; a frozen tower would get a
-            # backward for nobody.
+            # Only reentrant checkpointing needs inputs that require a gradient; with them a frozen
+            # tower would run a useless backward.
             model.disable_input_require_grads()
         kinds: dict[tuple[Any, ...], _Kind] = {}
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):
-                parts = tuple(name for name, _ in layer.named_children())  # with attention, or with a state
+                parts = tuple(name for name, _ in layer.named_children())  # tells attention from recurrent layers
                 kinds.setdefault((type(layer), *parts), _Kind(layers=[])).layers.append(layer)
         self.kinds = list(kinds.values())
         self._hooks: list[Any] = []
         self._measured: tuple[int, int, int] | None = None  # bytes before, tokens, media tokens
-        self._tokens = 0  # of the micro-batch under way
-        self._passed = [0, 0]  # tokens through all layers, and through those that computed again
+        self._tokens = 0  # of the current micro-batch
+        self._passed = [0, 0]  # tokens times layers: of all layers, and of those that recompute
 
     @property
     def keeping(self) -> int:
-        """Layers that keep what they made."""
+        """Number of layers that keep their activations."""
         return sum(not layer.gradient_checkpointing for k in self.kinds for layer in k.layers)
 
     def choose(self, tokens: int, media_tokens: int, *, cautious: bool = False) -> None:
-        """For the micro-batch that follows. `cautious`: every layer recomputes."""
+        """Choose the layers that recompute in the next micro-batch. `cautious`: all of them."""
         self.spare, self._tokens = 0.0, tokens
         if not self.planned:
             return
@@ -82,7 +81,7 @@ class Recompute:
         if cautious:
             return
         unknown = self.looks > 0 and any(kind.kept is None for kind in self.kinds)
-        if not self.overhead[0] or (unknown and media_tokens):  # no media: their layers do not run
+        if not self.overhead[0] or (unknown and media_tokens):  # layers of towers run only with media
             self.looks -= media_tokens > 0
             self._measure(tokens, media_tokens)
         else:
@@ -124,7 +123,7 @@ class Recompute:
 
             last = kind.layers[-1]
             last.gradient_checkpointing = False
-            # The end first of all: another hook may give back the weights of the layer.
+            # The end hook must run first: another hook may free the weights of the layer.
             self._hooks += [last.register_forward_pre_hook(start), last.register_forward_hook(end, prepend=True)]
 
         for kind in self.kinds:
@@ -133,7 +132,7 @@ class Recompute:
         self._measured = (before, max(1, tokens), max(1, media_tokens))
 
     def learn(self) -> None:
-        """Call it when the backward of the micro-batch is done."""
+        """Update the memory estimates; call it after the backward of a micro-batch."""
         layers = sum(len(kind.layers) for kind in self.kinds)
         self._passed[0] += self._tokens * layers
         self._passed[1] += self._tokens * (layers - self.keeping)
@@ -145,16 +144,16 @@ class Recompute:
         spent, of_tokens, of_media_tokens = self.overhead
         if peak > spent:
             self.overhead = (peak, tokens, media_tokens)
-        elif media_tokens > of_media_tokens:  # so many need no more than that
+        elif media_tokens > of_media_tokens:  # more media tokens, but no higher peak
             self.overhead = (spent, of_tokens, media_tokens)
 
     def repeated(self) -> float:
-        """Share of the layers that computed again in all micro-batches since the last call."""
+        """Share of the layer forwards since the last call that were recomputed, weighted by tokens."""
         (passed, again), self._passed = self._passed, [0, 0]
         return again / max(1, passed)
 
     def failed(self) -> bool:
-        """Memory ran out. True when layers kept something that they can compute again instead."""
+        """Call it when out of memory. Returns whether there are layers that can recompute to save memory."""
         self.margin += MORE_AFTER_AN_ERROR
         self._stop_measuring()
         return self.planned and self.keeping > 0

@@ -1,5 +1,5 @@
-"""What a forward and a loss read, on the device. The former is made one forest ahead, in a thread,
-while the device works.
+"""Inputs of a forward and of a loss, on the device. Those of a forward are prepared one forest ahead, in
+a background thread, while the device works.
 
 inputs = InputPrefetcher(lambda batch: inputs_of(batch, family, device, dtype, pixels=True))
 inputs.begin(following)
@@ -36,8 +36,8 @@ class Inputs:
     ids: Tensor  # [T]
     positions: Tensor  # [axes, T]
     plan: AttentionPlan
-    places: Tensor | None  # tokens that stand for media
-    media: Mapping[str, Any] | None  # what the family's features are made of, where asked for
+    places: Tensor | None  # indices of media placeholders
+    media: Mapping[str, Any] | None  # inputs of the media towers; None without media or `pixels`
 
 
 def inputs_of(batch: Batch, family: Family, device: torch.device, dtype: torch.dtype, *, pixels: bool) -> Inputs:
@@ -55,8 +55,8 @@ def inputs_of(batch: Batch, family: Family, device: torch.device, dtype: torch.d
 
 
 def loss_inputs(batch: Batch, new: Tensor, *, images: bool) -> LossInputs:
-    """What is known of each read, where the log-probs `new` are and as wide. Without old log-probs
-    they are the detached current ones, so that the ratio is exactly 1.
+    """The columns of a batch, with the device and dtype of the log-probs `new`. Without old log-probs,
+    the detached current ones are used, so that the ratio is exactly 1.
     """
     given = {name: batch.per_read(name) for name in COLUMNS}
     found = {n.removesuffix("_logprobs"): column(v, new) for n, v in given.items() if v is not None}
@@ -75,7 +75,7 @@ def column(values: np.ndarray | None, like: Tensor, dtype: torch.dtype | None = 
 
 
 class InputPrefetcher:
-    """Makes the inputs of the next forest in a thread; those of any other when they are asked for."""
+    """Makes the inputs of the next forest in a background thread, and those of any other on demand."""
 
     def __init__(self, make: Callable[[Batch], Inputs]) -> None:
         self.make = make
@@ -92,25 +92,21 @@ class InputPrefetcher:
 
 
 class FeatureCache:
-    """Features of images from frozen towers, on the device: every pass of a step reads the same
-    ones. The least recently used are dropped first.
-    """
+    """LRU cache of media features from frozen towers, on the device: every pass of a step uses the same ones."""
 
     def __init__(self, max_bytes: int = FEATURE_BYTES) -> None:
         self.max_bytes = max_bytes
         self._features: dict[Any, Tensor] = {}  # least recently used first
 
     def read(self, media: Sequence[MediaSpan], compute: Callable[[Sequence[MediaSpan]], Tensor]) -> Tensor:
-        """[media tokens, hidden] in the order of the spans; what is missing is computed in one
-        call.
-        """
+        """Features [media tokens, hidden] in the order of the spans; missing ones are computed in one call."""
         wanted = {span.media.key: span for span in media}
         found = {key: self._features.pop(key) for key in wanted if key in self._features}
         missing = [span for key, span in wanted.items() if key not in found]
         if missing:
             with torch.no_grad():
                 rows = compute(missing).split([span.length for span in missing])
-            # A copy of its own: a view would hold the features of all of them.
+            # Clone: a view would keep the features of all of them in memory.
             found |= {s.media.key: r.clone() for s, r in zip(missing, rows, strict=True)}
         self._features |= {key: found[key] for key in wanted}
         size = sum(rows.nbytes for rows in self._features.values())

@@ -1,7 +1,7 @@
 """One model in this process, on one device: no collectives, breakpoints work.
 
 A forward runs on one forest; log-probs or values are read where targets are predicted. A policy, a
-reference and a critic (`models/heads.py`) are each one of these. Knows nothing of rollouts, rewards
+reference and a critic (`models/heads.py`) are each an instance. Knows nothing of rollouts, rewards
 or files other than its own state.
 
     backend = LocalBackend(model, family, TrainConfig())
@@ -47,9 +47,9 @@ Found = TypeVar("Found")
 
 
 class LocalBackend:
-    parts = 1  # among which the forests of a step are dealt
+    parts = 1  # number of parts into which the forests of a step are dealt
     engine = None  # the recipe makes one over the same tensors
-    repeats_forests = True  # that ran out of memory; not where other processes wait for the next one
+    repeats_forests = True  # retry one that ran out of memory; False if other processes would wait for it
 
     def __init__(
         self,
@@ -60,23 +60,23 @@ class LocalBackend:
         checkpointing: bool | Literal["auto"] = False,
         optimizer: type[Optimizer] = Optimizer,
     ) -> None:
-        """Without `train` the model only scores, as a reference does. `checkpointing`: every layer
-        computes its activations again in backward, or as many as the memory asks for. `optimizer`:
-        another one where several processes train the same weights.
+        """Without `train` the model only scores, like a reference. `checkpointing`: all layers recompute
+        their activations in backward, or ("auto") as many as memory requires. `optimizer`: another class
+        if several processes train the same weights.
         """
         self.model, self.family = model, family
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.banned = banned_mask(family, self.device)
         self.oom_splits = 0
-        # Who only scores sees a picture once a step: nothing is kept for it.
+        # A model that only scores sees each image once per step, so its features are not cached.
         self._seen, self._towers_frozen = FeatureCache(), False
         self._inputs = InputPrefetcher(
             lambda batch: inputs_of(batch, family, self.device, self.dtype, pixels=not self._towers_frozen)
         )
         self.optimizer: Optimizer | None = None
         self.averages: dict[str, Tensor] = {}  # of `blend`, fp32
-        self.follower: tuple[LocalBackend, float] | None = None  # blends in that share after every update
+        self.follower: tuple[LocalBackend, float] | None = None  # (model, share) of the `blend` after every update
         if train is None:
             model.requires_grad_(False)
             return
@@ -97,7 +97,7 @@ class LocalBackend:
 
     @torch.no_grad()
     def each(self, batches: Sequence[Batch], read: Callable[[Batch], Found]) -> list[Found]:
-        """What is read of every batch, without gradients."""
+        """Apply `read` to every batch, in eval mode and without gradients."""
         self.model.eval()
         self.prefetch(batches)
         return [read(batch) for batch in batches]
@@ -108,8 +108,8 @@ class LocalBackend:
         return [(new.float().cpu().numpy(), entropy.cpu().numpy()) for new, entropy in results]
 
     def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Per batch, of a model with a score head: the value at every read, and after the last
-        sampled token of every sequence, 0 where a batch was packed without `ends`.
+        """Values per batch, of a model with a score head: at every read, and after the last sampled token
+        of every sequence (0 if the batch was packed without `ends`).
         """
 
         def read(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
@@ -122,8 +122,8 @@ class LocalBackend:
         return self.each(batches, read)
 
     def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the reads; in training their logits are kept where they fit
-        into the memory that is left.
+        """Log-probs and entropies of the reads; in training, the logits are kept for backward if they fit
+        into the spare memory.
         """
         logits = batch.read_count * self.family.vocabulary * self.dtype.itemsize
         fits = torch.is_grad_enabled() and logits <= self.recompute.spare
@@ -161,7 +161,7 @@ class LocalBackend:
         return hidden[to_device(places, self.device)]
 
     def _features(self, batch: Batch, inputs: Inputs) -> Tensor | None:
-        """What stands for the media; of frozen towers, computed once for all passes."""
+        """Features of the media, or None; those of frozen towers are computed once for all passes."""
         if not batch.media:
             return None
         if inputs.media is not None:
@@ -171,19 +171,19 @@ class LocalBackend:
         )
 
     def forget_features(self) -> None:
-        """Drop the features of media; whoever changes the weights of a tower, or wants the memory, calls it."""
+        """Drop the cached features of media. Call it after changing the weights of a tower, or to free memory."""
         self._seen.clear()
 
     def prefetch(self, batches: Sequence[Batch]) -> None:
-        """Threads make the pixels of later batches while the first ones are computed."""
+        """Prepare the pixels of later batches in background threads while the first ones are computed."""
         self.family.prefetch([span.media for batch in batches for span in batch.media])
 
     def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
-        """What a step on these batches would report, without it."""
+        """The metrics that a step on these batches would report, without taking it."""
         return self.metrics_of(self.each(batches, lambda batch: loss.read(self, batch)()[1]))
 
     def metrics_of(self, sums: Sequence[LossSums]) -> Metrics:
-        """What this process reports of its forests."""
+        """The metrics of the forests of this process."""
         assert self.optimizer is not None, "this backend only scores"
         return to_metrics(sums, self.optimizer.total)
 
@@ -191,7 +191,7 @@ class LocalBackend:
 
     def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True) -> Update:
         """One optimizer step on all batches together; their scales already hold the denominators
-        of the step. Without `moves` all is measured, and weights and optimizer stay as they are.
+        of the step. Without `moves` everything is measured, but weights and optimizer do not change.
 
         Several processes may each hold some of the batches, or none. The metrics of all processes, merged,
         are those of the step.
@@ -200,16 +200,16 @@ class LocalBackend:
         return self.take_step(loss.role, metrics, lr, moves=moves)
 
     def sum_gradients(self, batches: Sequence[Batch], loss: Loss) -> list[LossSums]:
-        """The first half of a step: the gradients of all batches, summed in the optimizer; what
-        the loss reports of each.
+        """The first half of a step: sum the gradients of all batches in the optimizer; return the sums of
+        the loss for each.
 
-        A batch that runs out of memory is tried once more with every layer recomputed, then as two
-        halves, whose gradients add up to the same.
+        A batch that runs out of memory is retried with every layer recomputed, then as two halves,
+        whose gradients add up to the same.
         """
         assert self.optimizer is not None, "this backend only scores"
         model_state.set_training(self.model)
         if self.optimizer.world > 1 and model_state.draws(self.model):
-            # Ranks draw different numbers, and a run that goes on needs nothing stored to draw the same.
+            # Ranks draw different numbers, and a resumed run draws the same without stored state.
             torch.manual_seed(self.optimizer.updates() * self.optimizer.world + self.optimizer.rank)
         self.optimizer.begin()
         self.oom_splits = 0
@@ -217,8 +217,8 @@ class LocalBackend:
         if self.routers:
             tokens = max(1, self.optimizer.total(Counter(all=sum(batch.tokens for batch in batches)))["all"])
         found: list[LossSums] = []
-        # The batch; parameters whose gradient of it is in the sums; recompute every layer. Nothing is
-        # learned about memory from an empty one.
+        # (batch, parameters whose gradient of it is already summed, whether every layer recomputes). The
+        # last is True for an empty batch, so that memory is not measured with it.
         todo = deque((batch, frozenset[str](), batch.tokens == 0) for batch in batches)
         while todo:
             batch, added, cautious = todo.popleft()
@@ -231,14 +231,14 @@ class LocalBackend:
                 if self.routers:
                     chosen, share = self.routers[0].top_k, batch.tokens / tokens
                     value, sums = with_balance(value, sums, routed, chosen, self.aux_coef, share, loss.role)
-                if todo and self.device.type == "cuda":  # which is busy with the backward
+                if todo and self.device.type == "cuda":  # prepare inputs while the GPU runs the backward
                     self._inputs.begin(todo[0][0])
-                if value.requires_grad:  # not where only a tower trains, and none of it was used
+                if value.requires_grad:  # False if only a tower trains and the batch does not use it
                     value.backward()
             except torch.OutOfMemoryError:
                 if not self.repeats_forests:
                     raise
-                value = None  # and with it the graph that filled the memory
+                value = None  # frees the graph that filled the memory
                 routed.clear()
                 added = self.optimizer.drop_micro_batch()
                 again = self.recompute.failed() and not cautious
@@ -256,12 +256,12 @@ class LocalBackend:
         return found
 
     def passed(self, batch: Batch) -> tuple[int, int]:
-        """How many tokens pass the language model here, and how many are those of media that pass a tower."""
+        """Number of tokens that pass the language model in this process, and of media tokens that pass a tower."""
         return batch.tokens, sum(span.length for span in batch.media)
 
     def take_step(self, role: str, metrics: Metrics, lr: float, *, moves: bool = True) -> Update:
-        """The second half: move the weights, unless the loss (`role`/loss of the metrics) or a
-        gradient is not finite, or it is only measured.
+        """The second half of a step: update the weights, unless the loss (`role`/loss of the metrics) or a
+        gradient is not finite, or `moves` is False.
         """
         assert self.optimizer is not None
         loss = metrics.means().get(f"{role}/loss", 0.0)
@@ -273,7 +273,7 @@ class LocalBackend:
         if vision:
             facts[f"{role}/grad_norm_vision"] = self.optimizer.norm(vision).item()
         facts |= {f"{role}/lr": lr, "guard/nonfinite": not finite, f"{role}/update_skipped": not finite}
-        each = 1 / self.optimizer.world  # every process adds its share of what all know
+        each = 1 / self.optimizer.world  # all processes have the same facts: each adds 1 / world of the count
         for name, value in facts.items():
             metrics.add(name, value * each, each)
         metrics.add("mem/oom_splits", self.oom_splits, each)
@@ -292,16 +292,16 @@ class LocalBackend:
     # -- weights and state --
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """As a checkpoint holds them: adapters are merged in."""
+        """Names and tensors as in a checkpoint, with adapters merged in."""
         yield from lora.merged(self.model)
 
     def local_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What this process holds of them, to be written to."""
+        """The part of the weights that this process holds, which may be written to."""
         return self.weights()
 
     @contextmanager
     def changed(self, tower: str) -> Iterator[str]:
-        """Inside, one weight of a tower differs, for probes; afterwards all are as before."""
+        """Context manager for probes: negates one weight of a tower, yields its name, and restores it."""
         with negated(self.model, self.family, tower) as name:
             self.forget_features()
             yield name
@@ -322,26 +322,26 @@ class LocalBackend:
         return list(lora.merged_shapes(self.model))
 
     def spare_bytes(self) -> int:
-        """Main memory that waits for the next copy of a checkpoint."""
+        """Main memory that is reserved for the next copy of a checkpoint."""
         return spare_bytes()
 
     def saved_bytes(self) -> int:
         """The size of `model_files` and `state_files` together."""
         steps = self.optimizer.state() if self.optimizer is not None else {}
-        with without_head(self.model):  # whose folder has more blocks than it reads
+        with without_head(self.model):  # a model with a saved head is saved with blocks that it does not use
             weights = sum(size for _, _, size in self.weight_shapes())
         return weights + sum(t.nbytes for t in (*steps.values(), *self.averages.values()))
 
     def model_files(self, *, copy: bool = False) -> list[File]:
-        """A Hugging Face folder. `copy`, here and below: as it is now, whatever training does to
-        it before it is written.
+        """The files of a Hugging Face folder. `copy`, here and below: copy the tensors now, so that
+        training may change them before they are written.
         """
         trained = {name for name, p in self.model.named_parameters() if p.requires_grad}
         assert self.optimizer is None or trained == self.optimizer.parameters.keys()
         return model_state.model_files(self.model, copy=copy)
 
     def weight_file(self, *, copy: bool = False) -> File:
-        """Weights alone, for a model that no folder could give back."""
+        """Only the weights, for a model that cannot be loaded from a model folder."""
         averages = {f"{AVERAGE}{name}": average for name, average in self.averages.items()}
         return WEIGHTS, tensor_file(host_copies(dict(self.weights()) | averages, copy=copy))
 
@@ -359,7 +359,7 @@ class LocalBackend:
         self.averages = {name.removeprefix(AVERAGE): average.to(self.device) for name, average in averages.items()}
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
-        """The optimizer; of a critic its weights, too, which the first of several processes writes."""
+        """The optimizer's state; for a critic or a moving reference also the weights, which only rank 0 writes."""
         if self._weights_are_state and (self.optimizer is None or self.optimizer.rank == 0):
             yield self.weight_file(copy=copy)
         if self.optimizer is not None:
@@ -374,15 +374,15 @@ class LocalBackend:
             self.load_weights(folder)
         if self.optimizer is not None:
             load_optimizer(self.optimizer, folder)
-            # Several processes write none.
+            # Several processes store no random state.
             if self.optimizer.world == 1 and (folder / RANDOM).is_file() and model_state.draws(self.model):
                 model_state.restore_random_state(load_file(folder / RANDOM), self.device)
 
     def close(self) -> None:
-        """The memory goes with the last reference."""
+        """Does nothing: the memory is freed with the last reference."""
 
     @property
     def _weights_are_state(self) -> bool:
-        """No model folder holds those of a critic, nor of a reference that moves."""
+        """Whether no model folder holds the weights: those of a critic, or of a reference that moves."""
         score = getattr(self.model, "score", None)
         return self.optimizer is None or not isinstance(score, SavedHead | None)

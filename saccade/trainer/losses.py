@@ -1,4 +1,4 @@
-"""What `train_step` can train on: how a forest is read, and the function that makes a loss of it.
+"""Losses for `train_step`: each runs the forward of a forest and returns the function that computes its loss.
 
 backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
 """
@@ -23,7 +23,7 @@ AUX_METRICS = {"policy": "moe/aux_loss", "critic": "moe/aux_loss_critic"}
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What an algorithm makes of sampled tokens. A batch without advantages is imitated."""
+    """The loss of an algorithm on sampled tokens; cross-entropy on a batch without advantages."""
 
     algorithm: Algorithm
     scoring: Scoring
@@ -31,7 +31,7 @@ class PolicyLoss:
     whole: ClassVar[bool] = False
 
     def read(self, trainer: Reader, batch: Batch) -> Objective:
-        if batch.advantages is None:  # a demonstration, beside what was sampled
+        if batch.advantages is None:  # a demonstration
             new, _ = trainer.read(batch, MODEL_SCORING)
             shown, scales = {"policy/ptx_loss": -new}, column(batch.per_read("scales"), new)
             return partial(imitation_objective, -new, shown, scales)
@@ -44,7 +44,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """A critic, on batches with values, returns and scales."""
+    """The loss of a critic, on batches with values, returns and scales."""
 
     clip: float
     role: ClassVar[str] = "critic"
@@ -58,7 +58,7 @@ class ValueLoss:
 
 
 def routers_of(model: nn.Module, coef: float) -> list[Any]:
-    """What a balance loss with this weight reads; nothing without one."""
+    """The routers whose logits a balance loss with this weight needs; none if it is 0."""
     routers = experts.routers(model) if coef else []
     if coef and not routers:
         raise ConfigError(f"train.aux_coef={coef:g}: {type(model).__name__} has no experts to balance; use 0")
@@ -68,9 +68,9 @@ def routers_of(model: nn.Module, coef: float) -> list[Any]:
 def with_balance(
     loss: Tensor, sums: LossSums, logits: Sequence[Tensor], chosen: int, coef: float, share: float, role: str
 ) -> tuple[Tensor, LossSums]:
-    """Both with the balance loss of a mixture of experts, by the logits of its routers. A forest counts
-    by its `share` of the tokens of the optimizer step. A trunk is one row of it however many leaves it
-    has, so the term depends on how the rows were packed, unlike every other loss.
+    """Add the balance loss of a mixture of experts, computed from its routers' logits, to loss and sums.
+    A forest is weighted by its `share` of the tokens of the optimizer step. A trunk counts once however
+    many leaves it has, so the term depends on how the rows were packed, unlike every other loss.
     """
     term = experts.balance_loss(logits, chosen) * share
     means = {**sums.means, AUX_METRICS[role]: (term.detach(), term.new_full((), share))}

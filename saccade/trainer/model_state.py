@@ -1,4 +1,4 @@
-"""Weights in files and followed by others, and what a training step depends on beside them.
+"""Save weights, blend them into those of another model, and set the mode and random state of a step.
 
 write_files(folder, model_files(model, copy=False))
 """
@@ -16,8 +16,8 @@ from saccade.system.contents import File, host_copies, pretrained
 
 
 def model_files(model: nn.Module, *, copy: bool, sharded: bool = False) -> list[File]:
-    """Its head and its encoder apart: without them it is a model that anybody can load. Of a `sharded`
-    model one tensor is gathered at a time.
+    """The files of a model. Its own head and series encoder have separate files, so that the rest is a
+    standard model. Tensors of a `sharded` model are gathered one at a time.
     """
     with without_head(model) as head, HOOKS["without_series"](model) as encoder:
         if lora.is_adapted(model):
@@ -35,8 +35,8 @@ def model_files(model: nn.Module, *, copy: bool, sharded: bool = False) -> list[
 def blend_into(
     mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], share: float, averages: dict[str, Tensor]
 ) -> None:
-    """mine = share * theirs + (1 - share) * mine. `averages` keeps in fp32 what is stored with
-    less: rounded to bf16 at every step, an average would be frozen. A copy (1) needs none.
+    """mine = share * theirs + (1 - share) * mine. `averages` holds weights of lower precision in fp32:
+    rounded to bf16 at every step, an average would stop moving. A copy (share 1) needs none.
     """
     require_same("the weights to follow", mine.items(), theirs.items())
     for name, weight in mine.items():
@@ -54,8 +54,8 @@ def blend_into(
 
 
 def set_training(model: nn.Module) -> None:
-    """The mode of a training step. Layers that may compute again ask for it, and adapters for their dropout. All else
-    stays in eval mode: dropout and the statistics of a batch would make another policy of it.
+    """Set the mode of a training step: train mode for layers that may recompute, which require it, and for dropout of
+    adapters. All else stays in eval mode, because dropout and batch statistics would change the policy.
     """
     model.eval()
     for name, module in model.named_modules():
@@ -63,7 +63,7 @@ def set_training(model: nn.Module) -> None:
 
 
 def modules_in_eval(model: nn.Module) -> list[str]:
-    """Modules that would compute something else in training, if they were not kept in eval mode."""
+    """Names of dropout and batch-norm modules whose output would change if they were not kept in eval mode."""
     kinds = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
     return [name for name, module in found if getattr(module, "p", 1) > 0 and ".lora_" not in name]

@@ -1,9 +1,9 @@
 """AdamW with fp32 masters, or on bf16 weights with Kahan compensation, its moments in bf16 or 8 bits; state is keyed by
 parameter name.
 
-A large gradient is added to its fp32 sum the moment its backward has made it, and given back: no
-second set of gradients lives beside the sums. What a micro-batch that runs out of memory half-way
-has added so far is known by name, so that its repetition leaves that out.
+A large gradient is added to its fp32 sum as soon as backward has computed it, and then freed, so no
+second set of gradients exists besides the sums. If a micro-batch runs out of memory half-way, the
+gradients that it has already added are known by name, and its retry skips them.
 
     optimizer = Optimizer(model.named_parameters(), TrainConfig(), lr_scale=lambda name: 1.0)
 """
@@ -23,14 +23,14 @@ from torch import Tensor, nn
 from saccade.config import TrainConfig
 from saccade.registry import HOOKS
 
-# Elements. Smaller gradients wait for the end of the backward: to take each by itself costs more
-# than the little memory is worth.
+# Elements. Smaller gradients are added at the end of the backward: adding each separately would cost
+# more than the little memory is worth.
 LARGE = 8_000_000
-COUNTS = ("step", "steps")  # of updates, in `state`
+COUNTS = ("step", "steps")  # prefixes of the keys in `state` that count updates
 
 
 class Optimizer:
-    """The optimizer of one process. Where several hold the same weights, each steps a part of them
+    """The optimizer of one process. If several hold the same weights, each updates a part of them
     (`plugins/ranks/divided.py`).
     """
 
@@ -42,10 +42,10 @@ class Optimizer:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.config = config
         self.gradients: dict[str, Tensor] = {}  # the sums
-        self._room: dict[str, Tensor] = {}  # where sums of half-precision gradients will be
-        self._added: set[str] = set()  # of this micro-batch
-        # Hooks that held the optimizer would close a circle that Python cannot see: the model's
-        # memory would never be free again.
+        self._room: dict[str, Tensor] = {}  # allocated sums of half-precision gradients, not used yet
+        self._added: set[str] = set()  # names whose gradient of this micro-batch is in the sums
+        # Hooks with a strong reference to the optimizer would close a cycle that Python's garbage collector
+        # cannot see: the model's memory would never be freed.
         myself = weakref.WeakMethod(self._add)
         for name, parameter in self.parameters.items():
             if parameter.numel() >= LARGE:
@@ -57,29 +57,29 @@ class Optimizer:
         self._rule: _MasterAdamW | _KahanAdamW = kind(self, self.place())
 
     def place(self) -> Callable[..., "StateBeside"]:
-        """Where the state will be."""
+        """The class that allocates the state: on the device or in main memory, and in 8 bits if configured."""
         place = HOOKS["state_in_main_memory"] if self.config.offload else StateBeside
         return functools.partial(HOOKS["eight_bits"], place) if self.config.optimizer == "adamw_8bit" else place
 
     def owned(self) -> Mapping[str, nn.Parameter]:
-        """What this process steps: the parameters, or flat parts of them."""
+        """What this process updates: the parameters, or flat parts of them."""
         return self.parameters
 
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """Which numbers of a parameter, laid flat, this process steps: the first, and the first after them."""
+        """The range [start, end) of each flattened parameter that this process updates."""
         return {name: (0, p.numel()) for name, p in self.parameters.items()}
 
     def total(self, counts: Counter[str]) -> Counter[str]:
-        """Sums over all processes."""
+        """The counts summed over all processes."""
         return counts
 
     def updates(self) -> int:
-        """How many a parameter had, of that with most."""
+        """Number of updates so far, of the parameter with the most."""
         counts = [t for key, t in self.state().items() if key.partition("/")[0] in COUNTS]
         return int(torch.stack(counts).max()) if counts else 0
 
     def begin(self) -> None:
-        """Room for the sums, taken in one go: between activations they would leave gaps."""
+        """Start a step. Allocates all sums at once: between activations they would fragment the memory."""
         self.clear()
         self._room = {
             name: torch.empty_like(p, dtype=torch.float32)
@@ -92,13 +92,13 @@ class Optimizer:
         self._added = set(added)
 
     def drop_micro_batch(self) -> frozenset[str]:
-        """Forget the gradients that are not in the sums; the names of those that are."""
+        """Drop the gradients that are not in the sums; return the names of those that are."""
         for parameter in self.parameters.values():
             parameter.grad = None
         return frozenset(self._added)
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """What a backward has left in this process."""
+        """The gradient that backward left in this process, or None."""
         return parameter.grad
 
     def _add(self, name: str, parameter: Tensor) -> None:
@@ -114,7 +114,7 @@ class Optimizer:
         self._added.add(name)
 
     def end_micro_batch(self) -> None:
-        """Its backward is complete: add what is left, in one call where there is a sum already."""
+        """After the backward: add the remaining gradients, in one call for those that have a sum already."""
         waiting = {n: g for n, p in self.parameters.items() if (g := self.gradient(p)) is not None}
         ready = [n for n in waiting if n in self.gradients and n not in self._added]
         if ready:
@@ -124,8 +124,8 @@ class Optimizer:
             self._add(name, self.parameters[name])
 
     def reduce(self, *, finite: bool) -> bool:
-        """All micro-batches are done: `gradients` becomes the sum over all processes, of what is owned. Whether
-        the losses of all were finite.
+        """After all micro-batches: sum `gradients` over all processes, keeping the owned parts. Returns whether
+        the losses of all processes were finite.
         """
         return finite
 
@@ -142,7 +142,7 @@ class Optimizer:
         return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
     def step(self, lr: float, *, norm: Tensor) -> None:
-        """Clip by the global norm, update, forget the gradients. Without any, nothing changes."""
+        """Clip by the global norm, update the weights, drop the gradients. Without gradients nothing changes."""
         if self.gradients:
             factor = (self.config.grad_norm / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(list(self.gradients.values()), factor)
@@ -162,7 +162,7 @@ def _hook(add: weakref.WeakMethod[Any], name: str, parameter: Tensor) -> None:
 
 
 class Piece(NamedTuple):
-    """Numbers of a parameter in an update: all of them, or a flat stretch."""
+    """Elements of a parameter in an update: all of them, or a flat range."""
 
     name: str
     parameter: Tensor
@@ -171,8 +171,8 @@ class Piece(NamedTuple):
 
 
 class StateBeside:
-    """Where the parameters are; an update takes all at once. `keys`: what is kept for each number of a parameter, or,
-    by `kinds`, in another dtype for so many of them.
+    """State on the device of the parameters; an update processes all of them at once. `keys`: state tensors of each
+    parameter, of its shape; `kinds`: for some keys another dtype, and how many elements share one value.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class _KahanAdamW:
             direction = (mean / bias1) / ((square / bias2).sqrt_() + self.config.eps)
             direction += self.decay[name] * parameter.float()
             change = state["lost"].float() - lr * self.lr_scale[name] * direction
-            before = parameter.to(torch.float32, copy=True)  # a float32 one would be itself
+            before = parameter.to(torch.float32, copy=True)  # else a float32 parameter is returned itself
             parameter.copy_(before + change)
             state["lost"].copy_(change - (parameter.float() - before))
 
@@ -287,8 +287,8 @@ DEFAULT_FLOOR = {"cosine_with_min_lr": 0.1}
 
 
 def rate(update: int, total: int, train: TrainConfig, *, each_step: int = 1) -> float:
-    """Share of the peak learning rate that an update has, of those of `total` steps with `each_step`
-    of them. `train.warmup` counts steps, or is a share of all when below 1. The first already moves.
+    """Learning rate of an update as a share of the peak; there are `total` steps of `each_step` updates.
+    `train.warmup` counts steps, or is a share of all if below 1. The rate of the first update is above 0.
 
     >>> rate(0, 10, TrainConfig(schedule="linear", warmup=2))
     0.5

@@ -1,5 +1,5 @@
-"""The optimizer's state in files. One process writes whole tensors; each of several writes the flat ranges of them
-that it steps, and lists these in its file. Any number of processes reads either form, and of it only what it steps.
+"""The optimizer's state in files. A single process writes whole tensors; each of several writes the flat ranges that
+it updates, and lists them in its file. Any number of processes can load either form; each reads only what it updates.
 
     write_files(folder, [optimizer_file(optimizer, copy=False)])
     load_optimizer(optimizer, folder)
@@ -18,14 +18,14 @@ from saccade.trainer.optimizer import COUNTS, Optimizer
 
 
 def optimizer_file(optimizer: Optimizer, *, copy: bool) -> File:
-    """The part of this process."""
+    """The file with the state that this process updates."""
     ranges = {"ranges": json.dumps(optimizer.ranges())} if optimizer.world > 1 else None
     return _name(optimizer.rank, optimizer.world), tensor_file(host_copies(optimizer.state(), copy=copy), ranges)
 
 
 @torch.no_grad()
 def load_optimizer(optimizer: Optimizer, folder: Path) -> None:
-    """Refuses files that do not hold every number of these parameters exactly once."""
+    """Load the state. Refuses files that do not hold every element of these parameters exactly once."""
     mine, ranges, stored = optimizer.state(), optimizer.ranges(), _stored(folder)
     names = {key: key.partition("/")[2] for key in stored}
     complete = {key for key, name in names.items() if name in ranges or name not in optimizer.parameters}
@@ -35,7 +35,7 @@ def load_optimizer(optimizer: Optimizer, folder: Path) -> None:
         raise EnvironmentProblem(f"{folder}: {text} ({listed}); resume with the options of the run that saved it")
     for key, tensor in mine.items():
         parts = sorted(stored[key], key=lambda part: part[0])
-        if key.partition("/")[0] in COUNTS:  # which every file has
+        if key.partition("/")[0] in COUNTS:  # every file has these
             tensor.copy_(parts[0][1].view_as(tensor))
             continue
         size = tensor.numel() if optimizer.world == 1 else optimizer.parameters[names[key]].numel()
@@ -53,7 +53,7 @@ def _name(rank: int, world: int) -> str:
 
 
 def _stored(folder: Path) -> dict[str, list[tuple[int, Tensor]]]:
-    """By key: the first place of each part, and its numbers, which are read from disk when they are used."""
+    """By key: start and flat tensor of each part; the tensors are read from disk when they are used."""
     from safetensors import safe_open
 
     found = {path.name for path in folder.glob("optimizer*.safetensors")}

@@ -1,4 +1,4 @@
-"""The reference of a policy that trains adapters: the policy without them, or with older ones.
+"""The reference model of a policy that trains adapters: the policy without them, or with older ones.
 
 No second model is loaded. Knows nothing of how the policy is trained.
 
@@ -31,7 +31,7 @@ class AdapterReference:
             return self.policy.logprobs(batches, scoring)
 
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
-        """`source` is the policy, whose adapters are at hand."""
+        """Copy the current adapters. `source` is unused: it is the policy, which this object holds."""
         assert share == 1, "a blend of weights is no adapter"
         self.adapters = lora.copied(self.policy.model)
 
