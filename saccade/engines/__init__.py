@@ -2,9 +2,9 @@
 the distribution it sampled from.
 
 Requests go in with `submit` and completions come out of `poll`, in whatever order they finish;
-`key` says which is which, and nothing that is computed depends on that order. A queue of
+`key` identifies them, and no result depends on that order. A queue of
 completions instead of a future per request keeps the embedded engine in the caller's own thread:
-breakpoints work and hundreds of episodes cost no hand-over.
+breakpoints work and hundreds of episodes need no thread switches.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,18 +19,18 @@ from saccade.types import Completion, Request
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do: asked of the engine, never derived from a version number."""
+    """What an engine can do, as reported by the engine, never derived from a version number."""
 
     logprobs: bool = True  # of the sampling distribution, temperature included
     support: bool = False  # returns the kept ids of truncated sampling
-    shares_weights: bool = False  # update_weights moves nothing
-    separate_memory: bool = False  # in memory that it shares with nobody: it works on while the trainer trains
-    keeps_keys: bool = False  # weights may change under sequences that run: they go on from the keys they have
+    shares_weights: bool = False  # uses the trainer's tensors: update_weights copies nothing
+    separate_memory: bool = False  # has its own device memory, so it can generate while the trainer trains
+    keeps_keys: bool = False  # weights may change while sequences run: these continue with their cached keys
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a process needs to build an engine; plain data, so that it travels as JSON."""
+    """What a process needs to build an engine; plain data that can be sent as JSON."""
 
     engine: str
     folder: str  # of the model
@@ -40,10 +40,10 @@ class Settings:
     chat_template: str | None = None  # the text, not a path
     trust_remote_code: bool = False
     max_sequences: int = 512
-    max_length: int = 32_768  # prompt and response
+    max_length: int = 32_768  # tokens of prompt and response
     max_images: int = 64  # of one prompt
     max_pixels: int = 1_003_520  # of one image
-    finite: bool = False  # log-probs that are not finite are an error; a trainer skips a step
+    finite: bool = False  # raise if log-probs are not finite; off while training, which skips the step
     first_tokens: bool = False  # some requests have other settings for their first token
     tensor_parallel: int = 1
     memory_share: float = 0.6
@@ -53,48 +53,44 @@ class Settings:
 
 
 class WeightSource(Protocol):
-    """Where weights to sample with come from, such as a backend."""
+    """Source of weights to sample with, such as a trainer backend."""
 
     def weights(self) -> Iterator[tuple[str, Any]]:
-        """Name and tensor under the names of a saved folder; adapters merged in, tied weights
-        once.
-        """
+        """Names, as in a saved folder, and tensors; adapters are merged in, tied weights occur once."""
         ...
 
 
 class Engine(Protocol):
-    """What has nothing to release or to close leaves those methods as they are here."""
+    """Engines that have nothing to release or to close inherit these no-ops."""
 
     version: int
 
     def submit(self, request: Request) -> None:
-        """Queue one sequence. Requests that begin alike share their prefix by content."""
+        """Queue one sequence. Requests with a common prefix may share its cache; it is found by content."""
         ...
 
     def poll(self) -> list[Completion]:
-        """Advance (or wait), then return what has finished; empty only when there was nothing to
-        finish yet.
-        """
+        """Advance (or wait), then return the completions that have finished; the list may be empty."""
         ...
 
     @property
     def pending(self) -> int: ...
 
     def abort(self, key: str) -> None:
-        """Its completion comes back with finish = aborted and the tokens so far."""
+        """End a request early: its completion has finish = aborted and the tokens so far."""
         ...
 
     def progress(self, key: str) -> np.ndarray:
-        """Ids sampled so far; none from an engine that returns only finished requests."""
+        """Ids sampled so far; empty for an engine that returns only finished requests."""
         return np.zeros(0, np.int64)
 
     def release(self, episode: str) -> None:
-        """Forget what is kept for the next turn of an episode."""
+        """Drop the cache that is kept for the next turn of an episode."""
         return
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Sample with these weights from now on; drop whatever was cached under others. Sequences that run keep their
-        keys and values where `keeps_keys` says so: all that they sample then counts as that of their first key.
+        """Sample with these weights from now on; drop older caches. With `keeps_keys`, running sequences keep
+        their keys and values, and all their further tokens have the version of their first key.
         """
         ...
 
@@ -126,7 +122,7 @@ def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
     return sorted(done, key=lambda completion: order[completion.key])
 
 
-# -- what several engines do with requests --
+# -- shared by several engines --
 
 
 def require_room(request: Request, longest: int) -> None:
@@ -150,7 +146,7 @@ def not_finite(weights: Iterable[tuple[str, Any]]) -> TrainingError:
 
 
 def content_of(request: Request) -> Any:
-    """What must be equal for two requests to share a prefill: ids, and media with their places."""
+    """Key that is equal for requests that can share a prefill: ids, and media with their positions."""
     media = tuple((span.start, span.media.key) for span in request.media)
     return (request.ids.tobytes(), media)
 

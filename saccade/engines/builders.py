@@ -13,7 +13,7 @@ from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.registry import Table
 
-# Rows of plugins: (settings, family, beside_trainer) → an engine that loads the folder of its settings itself.
+# Engines of plugins: (settings, family, beside_trainer) → an engine that loads `settings.folder` itself.
 ENGINES: Table[Callable[..., Any]] = Table("engines", {})
 
 

@@ -3,9 +3,9 @@
 Continuous batching over one paged cache; a prompt that several requests share is computed once, its
 images are encoded once, and an episode continues from its cache. On a CPU, and in full precision, a
 page holds a whole sequence and the host reads every token. On a GPU in half precision sequences
-share small pages, decoding runs many steps between two reads of the host, long prompts are computed
-in pieces, and a sequence that finds no page is computed again later. Knows nothing of rewards,
-environments or training.
+share small pages, the host reads tokens once in many decode steps, long prompts are prefilled in
+pieces, and a sequence that runs out of pages is evicted and recomputed later. Knows nothing of
+rewards, environments or training.
 
     engine = EmbeddedEngine(model, family)
     generate(engine, [Request(key="a", ids=family.render(messages).ids)])
@@ -33,7 +33,7 @@ from saccade.types import Completion, MediaSpan, Request
 
 class EmbeddedEngine(Engine):
     def __init__(self, model: nn.Module, family: Family, *, max_sequences: int = 512, finite: bool = False) -> None:
-        """`finite`: log-probs that are not are an error; a trainer skips its update instead."""
+        """`finite`: raise if log-probs are not finite; off while training, which skips the update instead."""
         self.model, self.family, self.max_sequences = model, family, max_sequences
         self.version, self.finite = 0, finite
         shape = cache_shape(model, family)
@@ -41,7 +41,7 @@ class EmbeddedEngine(Engine):
         self.cache = KVCache(shape, max_sequences)
         self.outputs = Outputs()
         self.scheduler = Scheduler(family, self.cache, self.outputs, max_sequences)
-        self.graphs: Any = None  # without kernels every step runs by itself
+        self.graphs: Any = None  # None without kernels: then no decode step is captured
         if self.cache.kernels is not None:
             self.projections = self.cache.kernels["projections"](model)
             self.graphs = self.cache.kernels["graphs"](model, family, self.cache, banned=self.banned)
@@ -54,14 +54,14 @@ class EmbeddedEngine(Engine):
 
     def poll(self) -> list[Completion]:
         with torch.inference_mode():
-            if self.model.training:  # walks through every module: not at every token
+            if self.model.training:  # eval() walks through every module: not at every token
                 self.model.eval()
             running = self.scheduler.running.values()
             ready = [s for s in running if s.ready and not s.aborted]
             if self.graphs is None:
                 self._poll_step(ready)
             else:
-                if not running:  # weights may have changed since
+                if not running:  # weights may have changed since the last poll
                     self.projections.refresh()
                 with self.projections.joined():
                     self._poll_burst(ready)
@@ -82,7 +82,7 @@ class EmbeddedEngine(Engine):
         self.scheduler.prefix_cache.release(episode)
 
     def update_weights(self, source: Any, version: int) -> None:
-        """The tensors are the trainer's own, so nothing moves."""
+        """The tensors are the trainer's own, so nothing is copied."""
         if version != self.version:
             self.scheduler.renew(version)
         self.version = version
@@ -133,7 +133,7 @@ class EmbeddedEngine(Engine):
         """Compute pieces of prompts; members of complete ones draw their first token."""
         batches = [self.scheduler.next_parts()]
         if self.graphs is None:
-            # Apart: a turn that continues reads padded pages, which fresh prompts need not.
+            # In separate forwards: a turn that continues reads padded pages, which fresh prompts need not.
             batches = [[p for p in batches[0] if bool(p[0].cached) == late] for late in (False, True)]
         for batch in filter(None, batches):
             self._compute(batch)
@@ -145,7 +145,7 @@ class EmbeddedEngine(Engine):
             self._draw(hidden, rows, members)
 
     def _compute(self, parts: list[Part]) -> None:
-        """Prefill; when out of memory, as two halves, which give the same."""
+        """Prefill; when out of memory, as two halves, with the same result."""
         try:
             self._compute_parts(parts)
         except torch.OutOfMemoryError:
@@ -154,7 +154,7 @@ class EmbeddedEngine(Engine):
                 raise
         else:
             return
-        torch.cuda.empty_cache()  # outside of the error, which holds what filled the memory
+        torch.cuda.empty_cache()  # outside the except clause: the error refers to the tensors that filled the memory
         for half in halves:
             self._compute(half)
 
@@ -187,7 +187,7 @@ class EmbeddedEngine(Engine):
         new: np.ndarray,
         media: SequenceOf[MediaSpan] = (),
     ) -> Tensor:
-        """Hidden states of `new` tokens of the sequences in `slots`, which have `cached` ones."""
+        """Hidden states of `new` tokens per sequence in `slots`, after `cached` tokens that are in the cache."""
         device, places, blocks = self.cache.device, None, None
         if media:
             places = to_device(np.concatenate([np.arange(s.start, s.end) for s in media]), device)
@@ -197,14 +197,14 @@ class EmbeddedEngine(Engine):
         return hidden_states(self.model, self.family, ids_there, positions_there, tuple(media), plan, places=places)
 
     def _draw(self, hidden: Tensor, rows: np.ndarray | None, sequences: SequenceOf[Sequence]) -> None:
-        """Draw the next token of each sequence; `rows` says which hidden state it reads."""
+        """Draw the next token of each sequence. `rows`: index of its hidden state; None: in order."""
         quick = None if self.graphs is None else self.graphs.draw
         logits = language_head(self.model)(hidden)
         ids, logprobs = draw(logits, rows, sequences, banned=self.banned, quick=quick)
         self._note(sequences, ids[None], logprobs[None])
 
     def _read(self, ready: SequenceOf[Sequence]) -> None:
-        """Read what the burst has drawn, and which ids were kept where others were cut away."""
+        """Read the tokens of the burst, and the ids that truncated sampling kept."""
         ids, logprobs = self.graphs.read()
         asked = [r for r, s in enumerate(ready) if s.request.sampling.support and cuts(s.sampling)]
         if asked:

@@ -2,9 +2,9 @@
 
 Keys and values lie in pages of one pool per layer. Where the Triton kernels serve a model (a GPU,
 half precision) a page holds PAGE tokens, a group shares the full pages of its prompt, and kernels
-find the pool through `bases`, so captured graphs outlive it. Elsewhere a page holds a whole
-sequence: torch attends over the pages where they lie, without gathering them first. A finished turn
-keeps its pages without a slot. The pool grows on demand; `clear` frees it. Where a model has recurrent
+find the pool through `bases`, so captured graphs stay valid when it moves. Elsewhere a page holds a
+whole sequence: torch attends over the pages in place, without gathering them first. A finished turn
+keeps its pages without a slot. The pool grows on demand; `clear` frees it. If a model has recurrent
 layers, a slot also has a row of their states.
 
 Legend: N sequences of a call, T their new tokens, P pages that it reads, L the longest length among
@@ -43,14 +43,14 @@ from saccade.registry import HOOKS
 from saccade.system.devices import free_bytes
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
-POOL_STEP = 4096  # such pages by which the pool grows at least
+POOL_STEP = 4096  # pages of that size by which the pool grows at least
 WHOLE_STEP = 64  # pages of whole sequences grow in steps, so that a longer prompt rarely reallocates
 CPU_CACHE_BYTES = 4 << 30
 GPU_CACHE_SHARE = 0.6  # of the free memory of a GPU, for pages of whole sequences
 
 
 class LayerShape(NamedTuple):
-    """What a layer keeps of a token."""
+    """Shape of the keys and values of one token in one layer."""
 
     heads: int  # of queries
     key_heads: int
@@ -61,13 +61,13 @@ class LayerShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheShape:
-    """What a model keeps of a token."""
+    """Shape of the cache of a model."""
 
     layers: tuple[LayerShape, ...]
     device: torch.device
     dtype: torch.dtype
-    state_bytes: int = 0  # of a sequence of any length: what recurrent layers keep
-    tails_alone: bool = False  # some keep their last tokens and no state
+    state_bytes: int = 0  # recurrent states of one sequence, of any length
+    tails_alone: bool = False  # some layers (short convolutions) keep only their last tokens, no state
 
     @property
     def bytes_per_token(self) -> int:
@@ -77,7 +77,7 @@ class CacheShape:
 
 @torch.no_grad()
 def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
-    """Found by a forward of one token: configs say it in many ways."""
+    """Found by a forward of one token, as configs express it in many ways."""
     seen: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     first: dict[int, int] = {}  # memory of keys → the layer that made them
 
@@ -99,7 +99,7 @@ def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
         hidden_states(model, family, nothing[0], nothing, (), ForwardPlan(note, walk))
     finally:
         model.train(training)
-    shapes = [LayerShape(0, 0, 0, 0, layer) for layer in range(max(seen, default=-1) + 1)]  # of recurrent layers
+    shapes = [LayerShape(0, 0, 0, 0, layer) for layer in range(max(seen, default=-1) + 1)]  # zeros for recurrent layers
     for layer, (q, k, v) in seen.items():
         source = first[k.untyped_storage().data_ptr()]
         shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], source)
@@ -111,18 +111,18 @@ def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
 
 
 def use_kernels(shape: CacheShape) -> bool:
-    """Whether the Triton kernels serve a model where it lies."""
+    """Whether the Triton kernels support a model on its device."""
     return shape.device.type == "cuda" and not why_no_kernels(shape)
 
 
 def why_no_kernels(shape: CacheShape) -> str:
-    """Why the Triton kernels would not serve a model on any GPU; empty if they do."""
-    if shape.dtype not in HALF:  # there greedy tokens are those of transformers, bit by bit
+    """Why the Triton kernels do not support a model on any GPU; empty if they do."""
+    if shape.dtype not in HALF:  # full precision: greedy tokens equal those of transformers, bit by bit
         return f"its weights are {shape.dtype}"
     if shape.tails_alone:
         return "it has short convolutions without a state"
     for layer in shape.layers:
-        for size in (layer.key_size, layer.value_size):  # 0 where it keeps a state instead
+        for size in (layer.key_size, layer.value_size):  # 0 for a recurrent layer
             if size % 8 or size > 512:
                 return f"its heads of {size} are no multiple of 8 up to 512"
     return "" if find_spec("triton") is not None else "triton is not installed"
@@ -137,13 +137,13 @@ class KVCache:
         self.shape, self.slots = shape, slots
         self.device, self.dtype = shape.device, shape.dtype
         self.kernels: Any = KERNELS if use_kernels(shape) else None  # None: torch, with pages of whole sequences
-        # [layers, 2]: int32 words of a page of keys, and of values; none where a layer has no own.
+        # [layers, 2]: int32 words of a page of keys, and of values; 0 for a layer without its own.
         each = np.array(
             [(x.source == n) * x.key_heads * np.array([x.key_size, x.value_size]) for n, x in enumerate(shape.layers)]
         )
         self.words = self._tensor(each * PAGE * shape.dtype.itemsize // 4)
         self.bases = torch.zeros((len(shape.layers), 2), dtype=torch.int64, device=self.device)
-        # Of recurrent layers, else None. Graphs hold its addresses, so it outlives `clear`.
+        # States of recurrent layers, or None. Graphs hold its addresses, so `clear` does not replace it.
         self.states: Any = HOOKS["recurrent_states"](self.device, 0) if shape.state_bytes else None
         self.clear()
 
@@ -155,7 +155,7 @@ class KVCache:
         self.pages = Pages(page=WHOLE_STEP if whole else PAGE, lowest_first=whole)
         self.pages.reshape(self.slots, 1)
         self.free_slots = list(range(self.slots))  # a heap
-        self.rows = np.zeros(self.slots, np.int64)  # of the states of each slot
+        self.rows = np.zeros(self.slots, np.int64)  # row of each slot in `states`
         if self.states is not None:
             self.states.clear()
 
@@ -181,7 +181,7 @@ class KVCache:
         pages.reshape(self.slots, longest)
         wanted, rows = int(pages.pages_for(sum(lengths))), self.state_rows
         if state and (few := min(self.slots, len(lengths)) + kept) > rows:
-            # As many as find room with the pages of a sequence each.
+            # As many rows as fit into memory together with an average sequence's pages each.
             each = state + wanted * self.bytes_per_page // max(1, len(lengths))
             rows = max(rows, min(few, max(1, self._budget() // each)))
         if wanted > pages.count:
@@ -204,20 +204,20 @@ class KVCache:
         return int(share * (free_bytes(self.device) + mine))
 
     def _allocate(self, count: int, page: int, rows: int) -> None:
-        """Give the pool `count` pages of `page` tokens each, and `rows` for states; it keeps what it holds."""
+        """Resize the pool to `count` pages of `page` tokens, and the states to `rows`; contents are preserved."""
         if rows > self.state_rows and self.states is not None:
             self.states.resize(rows)
         if (count, page) == (self.pages.count, self.pages.page):
             return
         options: dict[str, Any] = {"dtype": self.dtype, "device": self.device}
         for tensors, which in ((self.keys, "key_size"), (self.values, "value_size")):
-            for layer, shape in enumerate(self.shape.layers):  # one after the other: no second pool at a time
+            for layer, shape in enumerate(self.shape.layers):  # layer by layer, so that no second pool exists
                 heads, size = shape.key_heads, getattr(shape, which)
                 if shape.source != layer:
                     new = tensors[shape.source]
                 elif self.kernels is None:
                     # Zeros, as a masked key still enters a product, and 0 · NaN is NaN. In memory
-                    # the tokens of one head follow each other, as attention reads them.
+                    # the tokens of a head are contiguous, which is the order that attention reads.
                     new = torch.zeros((count, heads, page, size), **options).transpose(1, 2)
                 else:
                     new = torch.empty((count, page, heads, size), **options)
@@ -236,7 +236,7 @@ class KVCache:
     # -- slots --
 
     def take(self, turn: IdleTurn | None) -> int | None:
-        """A free slot, which goes on from what is kept of a turn."""
+        """Take a free slot, which continues from the cache of `turn` if given. None if there is none."""
         if not self.free_slots or not self.has_row(turn):
             return None
         slot = heappop(self.free_slots)
@@ -251,11 +251,11 @@ class KVCache:
         return self.states is None or turn is not None or bool(self.states.free)
 
     def read_so_far(self, slot: int) -> int | None:
-        """Tokens that the states of a slot have read; None: there are none."""
+        """Number of tokens that the recurrent states of a slot have read; None without such states."""
         return None if self.states is None else int(self.states.read[self.rows[slot]])
 
     def detach(self, slot: int) -> tuple[np.ndarray, int]:
-        """Free a slot. Returns its pages and the row of its states, which are kept."""
+        """Free a slot. Returns its pages and the row of its states, which stay allocated."""
         heappush(self.free_slots, slot)
         return self.pages.detach(slot), int(self.rows[slot])
 
@@ -265,8 +265,8 @@ class KVCache:
             heappush(self.states.free, row)
 
     def begin_alike(self, groups: Sequence[tuple[int, np.ndarray, int, Sequence[int]]]) -> None:
-        """(first, source, tokens, targets): empty slots `targets` begin with the `tokens` that lie in
-        pages `source`, and with the states of slot `first`.
+        """For each (first, source, tokens, targets): let empty slots `targets` begin with the first
+        `tokens` tokens in pages `source`, and with a copy of the states of slot `first`.
         """
         copies = [self.pages.fork(source, tokens, slot) for _, source, tokens, targets in groups for slot in targets]
         pairs = [pair for pair in copies if pair is not None]
@@ -279,7 +279,7 @@ class KVCache:
         if self.kernels is not None:
             self.kernels["copy_pages"](here, there, bases=self.bases, words=self.words)
             return
-        length = max(tokens for _, _, tokens, _ in groups)  # what lies behind a shorter one is not read
+        length = max(tokens for _, _, tokens, _ in groups)  # copied tokens after the end of a shorter one are not read
         for tensors in (self.keys, self.values):
             for tensor in {id(each): each for each in tensors}.values():
                 tensor[there, :length] = tensor[here, :length]
@@ -287,8 +287,8 @@ class KVCache:
     # -- plans --
 
     def plan(self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray, blocks: Blocks | None = None) -> ForwardPlan:
-        """Sequences in `slots` hold `cached` tokens and get `new` more (all arrays [N]), some of them
-        in `blocks`: write keys and values into their pages, then attend.
+        """The plan for sequences in `slots` with `cached` tokens and `new` more (all arrays [N]), some of
+        them in `blocks`: write keys and values into their pages, then attend.
         """
         places, starts = self.pages.places(slots, cached, new), np.concatenate([[0], new.cumsum()])
         inner: AttentionPlan
@@ -298,7 +298,7 @@ class KVCache:
             inner = self._over_whole_pages(slots, cached, new, blocks)
         else:
             inner = self._over_pages(slots, starts, cached + new, blocks)
-        # In the pool for the kernels; pages and offsets for torch.
+        # Where to write: indices in the pool for the kernels; pages and offsets for torch.
         where = tuple(map(self._tensor, (places,) if self.kernels else np.divmod(places, self.pages.page)))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
@@ -316,13 +316,13 @@ class KVCache:
     def _over_pages(
         self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, blocks: Blocks | None
     ) -> AttentionPlan:
-        """New tokens of sequences that began before: each attends to all that lies in its pages."""
+        """New tokens of sequences with cached tokens: each attends to all tokens before it in its pages."""
         ends = np.concatenate([[0], lengths.cumsum()])
         index = self._tensor(self.pages.places(slots, np.zeros_like(lengths), lengths))
         cu_q, cu_k = (self._tensor(each.astype(np.int32)) for each in (starts, ends))
         longest = int(np.diff(starts).max()), int(lengths.max())
         numbers = None
-        if blocks is not None:  # those of cached tokens are whole already
+        if blocks is not None:  # of new tokens only: blocks of cached tokens are complete
             own = np.full(ends[-1], -1)
             own[np.arange(starts[-1]) + np.repeat(ends[1:] - starts[1:], np.diff(starts))] = blocks.numbers
             numbers = self._tensor(own)
@@ -344,7 +344,7 @@ class KVCache:
     def _over_whole_pages(
         self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray, blocks: Blocks | None
     ) -> AttentionPlan:
-        """The same where a page holds a sequence: one token each while decoding, several for a turn."""
+        """The same if a page holds a sequence: one new token each while decoding, several for a turn."""
         numbers = self.pages.table[slots, 0].astype(np.int64)
         top = int(numbers.max()) + 1
         read: Tensor | slice = slice(0, top)

@@ -16,7 +16,7 @@ POOL_SHARE = 0.8  # of the memory that is free when the pool grows; the rest is 
 
 
 class Pages:
-    """table [slots, columns]: the pages of each slot; held [slots]: how many they are."""
+    """table [slots, columns]: the pages of each slot; held [slots]: how many it has."""
 
     def __init__(self, *, page: int, lowest_first: bool = False) -> None:
         """`page`: tokens of a page. `lowest_first`: take the lowest free page, not the one that was
@@ -37,7 +37,7 @@ class Pages:
         return -(-tokens // self.page)
 
     def grow(self, count: int) -> None:
-        """More pages, up to `count` in all."""
+        """Add free pages, up to `count` pages in all."""
         added = np.arange(self.count, count, dtype=np.int32)[::-1]  # low numbers are taken first
         self.references = np.concatenate([self.references, np.zeros(len(added), dtype=np.int32)])
         stack = np.zeros(count, dtype=np.int32)
@@ -46,7 +46,7 @@ class Pages:
         self._stack, self.free = stack, len(added) + self.free
 
     def reshape(self, slots: int, tokens: int) -> None:
-        """Room in the table for so many slots, each with so many tokens."""
+        """Enlarge the table for this many slots, each with this many tokens."""
         columns = int(self.pages_for(tokens))
         if slots > self.table.shape[0] or columns > self.table.shape[1]:
             shape = (max(slots, self.table.shape[0]), max(columns, self.table.shape[1]))
@@ -83,7 +83,7 @@ class Pages:
         return self.table[slot, : self.held[slot]].copy()
 
     def lacking(self, slots: np.ndarray, tokens: np.ndarray) -> int:
-        """Pages that are missing until each slot can hold its tokens."""
+        """Number of pages that all slots together lack to hold their tokens."""
         return int(np.maximum(self.pages_for(tokens) - self.held[slots], 0).sum())
 
     def extend(self, slots: np.ndarray, tokens: np.ndarray) -> None:
@@ -94,8 +94,8 @@ class Pages:
         self.held[slots] += missing
 
     def fork(self, numbers: np.ndarray, tokens: int, slot: int) -> tuple[int, int] | None:
-        """The empty `slot` begins with the `tokens` that lie in pages `numbers`. Returns the page
-        to copy and its copy, if the last one is partial.
+        """Let the empty `slot` begin with the first `tokens` tokens in pages `numbers`. If the last page is
+        partial, returns that page and the page to copy it to.
         """
         assert self.held[slot] == 0
         full = tokens // self.page
@@ -110,13 +110,13 @@ class Pages:
         self.held[slot] = len(numbers)
 
     def detach(self, slot: int) -> np.ndarray:
-        """The pages of a slot, which has none from now on."""
+        """Take the pages from a slot and return them, still referenced."""
         numbers = self.of(slot)
         self.held[slot] = 0
         return numbers
 
     def places(self, slots: np.ndarray, first: np.ndarray, count: np.ndarray) -> np.ndarray:
-        """Where tokens first … first + count - 1 of each slot lie in the pool, slot after slot."""
+        """Indices in the pool of tokens first … first + count - 1 of each slot, slot after slot."""
         owner = np.repeat(np.arange(len(slots)), count)
         index = np.arange(len(owner)) + (first - (count.cumsum() - count))[owner]
         page = self.table[slots[owner], index // self.page].astype(np.int64)

@@ -30,13 +30,13 @@ class Drawn:
 
 
 NOTHING_CUT = np.empty(0, dtype=np.int64)  # the support of a token drawn from the whole vocabulary
-SORTED = 64  # rows at a time: where ids are cut away outside of a graph, they are sorted in float32
-# (logits, lines to read or all, settings, keys, index): where nothing is cut away.
+SORTED = 64  # rows per call for truncated sampling outside of a CUDA graph, which sorts in float32
+# (logits, lines to read or None for all, sampling, keys, index) → a draw from the whole vocabulary.
 QuickDraw = Callable[[Tensor, Tensor | None, Sampling, Tensor, Tensor], Drawn]
 
 
 def cuts(sampling: Sampling) -> bool:
-    """Whether ids are cut away before a draw."""
+    """Whether top_k or top_p restrict the ids to draw from."""
     return sampling.truncated and sampling.temperature > 0
 
 
@@ -48,8 +48,8 @@ def draw(
     banned: Tensor | None,
     quick: QuickDraw | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """ids and log-probs. `lines` says which line of the logits is whose; without it they are in
-    order. What was kept by truncated sampling is appended to each sequence's support.
+    """Returns ids and log-probs. `lines`: line of the logits of each sequence; None: in order. The ids
+    that truncated sampling kept are appended to each sequence's support.
     """
     ids = np.empty(len(sequences), dtype=np.int64)
     logprobs = np.empty(len(sequences), dtype=np.float32)
@@ -100,8 +100,8 @@ def sample(logits: Tensor, sampling: Sampling, *, banned: Tensor | None, keys: T
 
 
 def allowed_ids(scores: Tensor, top_k: int, top_p: float) -> Tensor:
-    """[B, V] bool: the k likeliest, then the fewest whose mass reaches p. One at least is kept; of
-    ids that are equally likely the lower ones.
+    """[B, V] bool: the k most likely ids, and of these the fewest whose mass reaches p, at least one. Of
+    equally likely ids the lower ones are kept.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     keep = ordered > -torch.inf

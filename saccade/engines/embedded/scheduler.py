@@ -1,5 +1,5 @@
-"""Which requests wait, whose prompts are computed, and which sequences decode. Gives them slots and
-pages, and takes pages away where they are short. Does not know what is computed or drawn.
+"""Decides which requests wait, which prompts are prefilled, and which sequences decode. Gives them slots
+and pages, and evicts sequences if pages run short. Knows nothing of forwards and sampling.
 
     scheduler.submit(request)
     scheduler.admit()
@@ -22,8 +22,8 @@ from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.types import Completion, Request
 
-PREFILL_TOKENS = 16_384  # of one forward
-PATIENCE = 4  # prefill forwards for which sequences that could decode wait at most
+PREFILL_TOKENS = 16_384  # per forward
+PATIENCE = 4  # most prefill forwards for which sequences that could decode wait
 
 
 class Scheduler:
@@ -36,7 +36,7 @@ class Scheduler:
         self.running: dict[str, Sequence] = {}  # in the order of admission
         self.jobs: dict[Any, PrefillJob] = {}
         self.prefix_cache = PrefixCache(cache)
-        self.aborted: list[Completion] = []  # before they ran
+        self.aborted: list[Completion] = []  # of requests that were aborted before they ran
         self._waited = 0  # prefill forwards since the last burst
 
     @property
@@ -48,7 +48,7 @@ class Scheduler:
         self.waiting.append(Sequence(request=request, content=(self.version, content_of(request))))
 
     def _wanted(self) -> set[Any]:
-        """What waiting requests begin with."""
+        """The prompts of waiting requests, as `content`."""
         return {sequence.content for sequence in self.waiting}
 
     def abort(self, key: str) -> None:
@@ -57,7 +57,7 @@ class Scheduler:
             sequence.aborted = True
             if sequence in self.evicted:
                 self.evicted.remove(sequence)
-                sequence.ready = True  # to be collected, without being computed
+                sequence.ready = True  # so that it is collected, without being recomputed
             return
         for sequence in [s for s in self.waiting if s.request.key == key]:
             self.waiting.remove(sequence)
@@ -68,9 +68,9 @@ class Scheduler:
         """Free the slot of a sequence that has ended; keep the pages of an episode's turn."""
         request = sequence.request
         del self.running[request.key]
-        # Behind a stop string, states may have read what was drawn after it.
+        # Recurrent states may have read tokens that were drawn after a stop string.
         stands = self.cache.read_so_far(sequence.slot) in (None, sequence.cached)
-        fresh = sequence.content[0] == self.version  # old keys would make the next turn old
+        fresh = sequence.content[0] == self.version  # keys of old weights would give the next turn an old version
         pages, row = self.cache.detach(sequence.slot)
         if request.episode and completion.finish != "aborted" and stands and fresh:
             self.prefix_cache.turns[request.episode] = IdleTurn(
@@ -84,8 +84,8 @@ class Scheduler:
             self.cache.drop(pages, row)
 
     def renew(self, version: int) -> None:
-        """The weights have changed: drop what is kept, and begin again with prompts that are half computed. What waits
-        belongs to the new weights; what decodes keeps its keys and their version.
+        """The weights have changed: drop kept prompts and turns, and restart unfinished prefills. Waiting requests get
+        the new version; decoding sequences keep their keys and the version of these.
         """
         self.version = version
         self.prefix_cache.drop_all()
@@ -118,13 +118,13 @@ class Scheduler:
             tokens += self._begin(sequence)
 
     def _make_room(self) -> None:
-        """Reserve memory for waiting requests, as far as there is some."""
+        """Reserve memory for waiting requests, as far as it is available."""
         coming = [s.request for s in islice(self.waiting, self.max_sequences)]
         lengths = [*map(_most_tokens, (*coming, *(s.request for s in self.running.values())))]
         if not self.cache.reserve(lengths, len(self.prefix_cache.turns)):
             if self.cache.kernels is not None:
                 self._refuse_longest(max(map(_most_tokens, coming)))
-            if not self.running:  # else requests that fit into no page wait until all have ended
+            if not self.running:  # else a request that fits into no page waits until all others have ended
                 self.prefix_cache.drop_all()
                 self.cache.clear()
                 self.cache.reserve(lengths, 0)
@@ -157,16 +157,16 @@ class Scheduler:
         return True
 
     def _find_pages(self, sequence: Sequence, turn: IdleTurn | None) -> bool:
-        """Whether enough pages are free for a sequence, after dropping what is kept if need be."""
+        """Whether enough pages are free for a sequence; drops kept prompts and turns if necessary."""
         pages = self.cache.pages
         if pages.pages_for(_most_tokens(sequence.request)) > pages.table.shape[1]:
             return False
         tokens = len(sequence.request.ids) + sequence.sampled
         fresh = turn is None and not sequence.sampled
         if self.cache.kernels is not None:
-            # One more for each that runs: admitting a sequence should not evict another at once.
+            # One spare page per running sequence: admitting one should not evict another at once.
             spare = len(self.running) - len(self.evicted)
-        else:  # those of members that get a copy of a prompt when it is complete
+        else:  # pages for members that get a copy of a prompt when it is complete
             spare = sum(len(job.members) - (job.prefix is None) for job in self.jobs.values())
         while True:
             if fresh and (sequence.content in self.jobs or sequence.content in self.prefix_cache.prefixes):
@@ -176,7 +176,7 @@ class Scheduler:
                 needed = int(pages.pages_for(tokens)) - held
             if needed + spare <= pages.free and (sequence.slot >= 0 or self.cache.has_row(turn)):
                 return True
-            if not self.prefix_cache.drop_one():  # perhaps the very prompt that would be shared
+            if not self.prefix_cache.drop_one():  # this may drop the very prompt that would be shared
                 return False
 
     # -- prompts --
@@ -207,8 +207,8 @@ class Scheduler:
         return job.left
 
     def next_parts(self) -> list[Part]:
-        """Pieces of about `prefill_tokens`. Without kernels no prompt is cut: torch would need a
-        mask of the whole piece.
+        """Pieces of prompts for one forward, about `prefill_tokens` together. Without kernels no prompt is
+        cut: torch would need a mask of the whole piece.
         """
         parts, budget = [], self.prefill_tokens
         for job in self.jobs.values():
@@ -220,7 +220,7 @@ class Scheduler:
 
     def halves(self, parts: list[Part]) -> list[list[Part]] | None:
         """Split a forward that ran out of memory in two, and compute fewer tokens from now on.
-        Returns None if there is nothing to split, or if states of turns have moved on.
+        Returns None if there is nothing to split, or if recurrent states of a turn have advanced.
         """
         tokens = sum(end - job.cached for job, end in parts)
         self.prefill_tokens = min(self.prefill_tokens, -(-tokens // 2))
@@ -234,8 +234,8 @@ class Scheduler:
         return [[(job, cut)], parts] if self.cache.kernels and job.cached < cut < end else None
 
     def start(self) -> list[tuple[Tensor, list[Sequence]]]:
-        """Let all members of complete jobs begin with what was computed. Returns the last hidden
-        state of each prompt, and the members that draw from it.
+        """Let all members of complete jobs begin with the computed prompt. Returns the last hidden state
+        of each prompt, and the members that draw from it.
         """
         done = {key: job for key, job in self.jobs.items() if job.hidden is not None}
         groups, started, wanted = [], [], self._wanted() if done else set()
@@ -245,7 +245,7 @@ class Scheduler:
             pages, others = self.cache.pages.of(job.members[0].slot), job.members[1:]
             if job.prefix is not None:
                 pages, others = job.prefix.pages, list(job.members)
-            # The states of the first member go on with it.
+            # Not with recurrent states, which advance with the first member.
             if key in wanted and key not in self.prefix_cache.prefixes and self.cache.states is None:
                 kept = Prefix(pages=self.cache.pages.share(pages), hidden=job.hidden)
                 self.prefix_cache.prefixes[key] = kept
@@ -265,7 +265,7 @@ class Scheduler:
     # -- short of pages --
 
     def _evict_without_page(self, groups: SequenceOf[tuple[int, Any, int, list[Sequence]]]) -> None:
-        """Re-queue members that get no page for their partial last page."""
+        """Evict members for which there is no page to copy the partial last page to."""
         free = self.cache.pages.free
         for *_, length, others in groups:
             if length % self.cache.pages.page:
@@ -295,8 +295,8 @@ class Scheduler:
         return 0
 
     def follow_states(self, ready: SequenceOf[Sequence], drawn: np.ndarray) -> None:
-        """Note what states have read in a burst: a token for each that was `drawn` [steps, sequences].
-        A sequence that found no room for what it kept has read one more, and is computed again.
+        """Count the tokens that recurrent states have read in a burst: one per token `drawn` [steps, sequences].
+        If the kept ids overflowed the buffer, the state is one token ahead: recompute the sequence.
         """
         last, counts = self.outputs.last(ready).tolist(), drawn.sum(0).tolist()
         for sequence, token, count in zip(ready, last, counts, strict=True):
@@ -317,9 +317,8 @@ class Scheduler:
 
 
 class PrefixCache:
-    """Pages that are kept without a running sequence: prompts that waiting requests begin with, and
-    finished turns of episodes that may go on. Both may be dropped to free pages; what was dropped
-    is computed again.
+    """Pages that are kept without a running sequence: prompts of waiting requests, and finished turns of
+    episodes that may continue. Both may be dropped to free pages, and are recomputed when needed.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -333,7 +332,7 @@ class PrefixCache:
             self.cache.pages.drop(self.prefixes.pop(content).pages)
 
     def turn_before(self, request: Request) -> IdleTurn | None:
-        """Take out the turn that a request continues. One that it does not continue is dropped."""
+        """Remove and return the turn that a request continues. Another turn of its episode is dropped."""
         turn = self.turns.pop(request.episode, None) if request.episode else None
         if turn is None or turn.extended_by(request):
             return turn

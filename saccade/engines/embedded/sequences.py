@@ -1,5 +1,5 @@
-"""What the scheduler of the embedded engine keeps of each request: while it waits, while its prompt
-is computed, while it decodes, and between two turns of an episode; and what was sampled.
+"""The state of each request in the embedded engine: while it waits, while its prompt is computed, while
+it decodes, and between two turns of an episode; and the sampled tokens.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -20,9 +20,9 @@ class Sequence:
     """
 
     request: Request
-    content: tuple[int, Any]  # equal for prompts that are computed once; the version of its first key comes first
+    content: tuple[int, Any]  # (version of its first key, prompt); requests with equal content share a prefill
     slot: int = -1
-    resumed: int = 0  # tokens that a kept turn has of its prompt
+    resumed: int = 0  # tokens of its prompt that a kept turn has cached
     ahead: int = 0  # position id of a new token, minus its index
     sampled: int = 0
     searched: int = 0  # sampled tokens in which stop strings were looked for
@@ -84,7 +84,7 @@ class Prefix:
 @dataclass(kw_only=True)
 class PrefillJob:
     """A prompt being computed, perhaps piece by piece, for all members that begin with it. It fills
-    the pages of the first member, unless a kept prefix has it all.
+    the pages of the first member, unless a kept prefix has all of it.
     """
 
     members: list[Sequence]
@@ -120,9 +120,7 @@ SAMPLED = np.dtype([("token", np.int64), ("logprob", np.float32), ("version", np
 
 
 class Outputs:
-    """What was sampled, slot by slot, until a sequence ends and becomes a completion: [slots,
-    sampled].
-    """
+    """Sampled tokens by slot [slots, tokens], until a sequence ends and becomes a completion."""
 
     def __init__(self) -> None:
         self.clear()
@@ -138,8 +136,8 @@ class Outputs:
             self.rows = wider
 
     def note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Append ids and log-probs [steps, sequences]; an id is -1 where a sequence had ended. A token is as old as
-        the oldest key that it reads.
+        """Append ids and log-probs [steps, sequences]; an id is -1 where a sequence had ended. A token has
+        the version of the oldest key that it reads.
         """
         slots = np.array([s.slot for s in sequences])
         places = np.array([s.sampled for s in sequences])
@@ -160,14 +158,14 @@ class Outputs:
         return self.rows["token"][sequence.slot, : sequence.sampled]
 
     def ended(self, sequences: SequenceOf[Sequence], chat: Chat) -> list[tuple[Sequence, str]]:
-        """Sequences that end with their last tokens, and how they end."""
+        """Sequences that have ended, with their finish reasons."""
         last = self.last(sequences).tolist()
         ways = [self._finish(s, chat, id_) for s, id_ in zip(sequences, last, strict=True)]
         return [(s, way) for s, way in zip(sequences, ways, strict=True) if way]
 
     def _finish(self, sequence: Sequence, chat: Chat, last: int) -> str | None:
         sampling = sequence.request.sampling
-        # What was aborted may have drawn one more token, behind its prompt, and ended with it.
+        # An aborted sequence may have drawn one more token after its prompt, and ended with it.
         if sampling.stop and self._reaches_stop(sequence, chat):
             return "stop"
         if sequence.sampled and last in chat.eos_ids and not sampling.ignore_eos:
@@ -177,7 +175,7 @@ class Outputs:
         return "aborted" if sequence.aborted else None
 
     def _reaches_stop(self, sequence: Sequence, chat: Chat) -> bool:
-        """Search each new token for stop strings; what was drawn after one is forgotten."""
+        """Search the new tokens for stop strings; tokens drawn after one are discarded."""
         stop = sequence.request.sampling.stop
         # A stop string has at most one token per byte; a few more cover the start of its first one.
         window = max(len(text.encode()) for text in stop) + 8
