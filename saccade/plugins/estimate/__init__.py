@@ -1,8 +1,8 @@
-"""What a config of `saccade rl` needs of a device, before anything is loaded: memory by item,
-seconds by phase, and the option to change where it does not fit.
+"""Estimates what a config of `saccade rl` needs on a device before anything is loaded: memory by item,
+seconds by phase, and, if it does not fit, which options to change.
 
-Memory and work are those of the model's modules, built without weights. Seconds are counted work
-over the peak of the device times a share that was measured on one GPU: an estimate.
+Memory and work are derived from the model's modules, built without weights. Seconds are FLOPs or bytes
+divided by the device's peak and by the fraction of it that one GPU reached in measurements.
 
     found = estimate(load("run.yaml"), devices.named("H200"))
     found.memory.peaks, found.pace.seconds, found.advice
@@ -40,22 +40,22 @@ from saccade.types import Sample
 
 SMALLEST_BATCH, SHORTEST_RESPONSE = 1024, 256  # tokens
 SMALLEST_PICTURE, SMALLEST_RANK = 224 * 224, 8
-Fits = Callable[[Sequence[str]], bool]  # with these options changed
+Fits = Callable[[Sequence[str]], bool]  # whether the plan fits with these options changed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    device: Device  # each of them
+    device: Device  # each GPU, or the CPU
     gpus: int
     layout: str  # whole, sharded or hybrid
-    reason: str  # why that one, of several GPUs
-    prompts: str  # how long they are, and who says so
+    reason: str  # for that layout, with several GPUs
+    prompts: str  # their lengths, and the source of these
     memory: Memory
-    host: tuple[Item, ...]  # in main memory, beside a GPU
-    pace: Pace | None  # none where it does not fit
-    efficiency: dict[str, float]  # of several GPUs against one: with as many prompts for each, or in a step
-    advice: tuple[str, ...]  # what lifts the limit, each alone; nothing where it fits
-    notes: tuple[str, ...]  # what is not counted, or not as the config says
+    host: tuple[Item, ...]  # main memory; empty without a GPU
+    pace: Pace | None  # None if it does not fit
+    efficiency: dict[str, float]  # speed per GPU relative to one GPU, with as many prompts per GPU or per step
+    advice: tuple[str, ...]  # option changes, each of which makes it fit; empty if it fits
+    notes: tuple[str, ...]  # what is not counted, or differs from the config
 
 
 def estimate(
@@ -68,8 +68,8 @@ def estimate(
     family: Family | None = None,
     samples: Sequence[Sample] | None = None,
 ) -> Estimate:
-    """For prompts as long as said, or else as those of the data. What is loaded already need not
-    be loaded again: the family, `samples` of the data.
+    """Estimate with prompts of `prompt_tokens` and `image` (width, height), by default those of the data.
+    Pass `family` and `samples` (rows of the data) if they are loaded already.
     """
     family = family or model_setup.family_of(config, model_setup.start_folder(config))
     if config.run.gpus > 1:
@@ -113,7 +113,7 @@ def estimate(
 
 
 def as_rl(config: Config, command: str, family: Family) -> Config:
-    """A step of `saccade rl` that takes the memory of one that learns from rows as long as the config allows."""
+    """A config of `saccade rl` that needs as much memory as this `command` with rows of the greatest length."""
     if command == "rl":
         return config
     tree = config.model_dump(mode="json", exclude_unset=True)
@@ -129,13 +129,13 @@ def as_rl(config: Config, command: str, family: Family) -> Config:
 
 
 def _teacher(config: Config, command: str) -> int:
-    """Weights of the teacher; a tiny one weighs nothing."""
+    """Number of weights of the teacher; 0 for a tiny model or no teacher."""
     path = config.sft.teacher if command == "sft" else None
     return numbers_in(Path(path)) if path and not path.startswith("tiny:") else 0
 
 
 def as_configured(device: Device, config: Config) -> tuple[Device, list[str]]:
-    """What the config uses of a device, and what is to be said of that."""
+    """The device as limited by the config (memory, dtype), and notes about that."""
     limit = config.run.gpu_memory_gib
     notes = [*filter(None, [no_limit(limit, device)])]
     if limit is not None and device.is_gpu:
@@ -155,7 +155,7 @@ def prompts_of_pixels(
     prompt_tokens: int | None,
     image: tuple[int, int] | None,
 ) -> Prompts:
-    """Typical ones, with images of so many pixels at most. `usable`: whether the rows of the data can be read."""
+    """Typical prompts with images of at most `max_pixels`. `usable`: whether the rows of the data can be read."""
     changed, rows = load(config, [f"data.max_pixels={max_pixels}"], "rl"), None
     if samples is not None and max_pixels == config.data.max_pixels:
         rows = samples
@@ -168,9 +168,9 @@ def prompts_of_pixels(
 def planner(
     config: Config, device: Device, family: Family, prompts: Callable[[int], Prompts], others: Mapping[str, Any]
 ) -> Callable[..., Plan]:
-    """The plan of the config with options changed, each a text; of a layout that is left open the `best`."""
+    """A function (*changes) → plan of the config with options changed as "a=1 b=2"; an open layout is the `best`."""
     model = config.model
-    # Bytes of a weight as `model.dtype` loads it there.
+    # Bytes per weight with `model.dtype` on that device.
     element = 4 if model.dtype == "float32" or (model.dtype == "auto" and not device.is_gpu) else 2
     empty = empty_model(family, trust_remote_code=model.trust_remote_code)
 
@@ -183,7 +183,7 @@ def planner(
         algorithm, (train, lora) = algorithm_of(changed), (changed.model.train, changed.model.lora)
         typical, _ = prompts(changed.data.max_pixels)
         groups = (max(1, changed.run.gpus // together) for together in (1, changed.train.sequence_parallel))
-        alone, shared = (  # most prompts of a step that one rank, or group of ranks, has
+        alone, shared = (  # with the most prompts per step of one rank, and of one sequence-parallel group
             changed.train.model_copy(update={"prompts_per_step": -(-changed.train.prompts_per_step // count)})
             for count in groups
         )
@@ -205,7 +205,7 @@ def planner(
 
 
 def best(plans: Sequence[Plan]) -> Plan:
-    """Of one plan in several layouts: whole if that fits, else the fastest that does; the last where none fits."""
+    """Choose among plans that differ in layout: whole if it fits, else the fastest that fits, else the last."""
     if plans[0].layout == "whole" and memory_of(plans[0]).fits:
         return plans[0]
     fitting = [plan for plan in plans if memory_of(plan).fits] or plans[-1:]
@@ -213,7 +213,7 @@ def best(plans: Sequence[Plan]) -> Plan:
 
 
 def step_seconds(plan: Plan) -> float:
-    """0 where it is not known."""
+    """Seconds of a step; 0 if unknown."""
     _, pace = paced(plan)
     return sum(pace.seconds.values()) if pace else 0.0
 
@@ -240,7 +240,7 @@ def layout_reason(plan: Plan) -> str:
 
 
 def not_counted(config: Config) -> Iterator[str]:
-    """The rollout is always counted as that of the embedded engine in the trainer's process."""
+    """Notes on what is not counted; the rollout is counted as if the trainer's process ran the embedded engine."""
     rollout, filtered = config.rollout, algorithm_of(config).filter
     if foreign := foreign_rollout(config):
         held = "each replica holds the weights once more"
@@ -261,13 +261,13 @@ def not_counted(config: Config) -> Iterator[str]:
 
 
 def unknown_towers(plan: Plan, family: Family) -> Iterator[str]:
-    """Those that are no list of layers, such as convolutions alone."""
+    """Notes on towers that have no list of layers, such as pure convolutions."""
     for sense in set(SENSE_OF.values()) & set(family.spec.towers) - set(plan.policy.shape.senses):
         yield f"the {sense} tower is not counted, only its weights: it has no layers that repeat"
 
 
 def foreign_rollout(config: Config) -> str:
-    """The option that puts the rollout elsewhere than into the trainer's process, if one does."""
+    """The option that moves the rollout out of the trainer's process; empty if there is none."""
     rollout = config.rollout
     if rollout.engine != "embedded":
         return f"rollout.engine={rollout.engine}"
@@ -275,7 +275,7 @@ def foreign_rollout(config: Config) -> str:
 
 
 def length_notes(data: DataConfig, longest: int, missing: Sequence[str]) -> Iterator[str]:
-    """What happens to prompts that are too long, and which files of the data are missing."""
+    """Notes on what happens to prompts that are too long, and on missing data files."""
     most = data.max_prompt_tokens
     if longest > most:
         what = {"drop": "leaves {} out", "error": "stops at {}"}.get(data.overlong, "shortens {}")
@@ -290,16 +290,16 @@ def length_notes(data: DataConfig, longest: int, missing: Sequence[str]) -> Iter
 
 
 def advice(plan: Plan, fits: Fits) -> Iterator[str]:
-    """Every option that is enough alone; if none is, some that are enough together."""
+    """Every option change that is enough alone; if none is, one combination that is enough."""
     options = ladder(plan)
     alone = [next((value for value in values if fits([value])), None) for values in options.values()]
     yield from filter(None, alone)
     chosen = {name: values[-1] for name, values in options.items()}
     if not any(alone) and not fits(list(chosen.values())):
-        chosen.pop("run.gpus", None)  # the first of several has one process more
+        chosen.pop("run.gpus", None)  # with several GPUs, the first one also holds the controller's process
     if any(alone) or not fits(list(chosen.values())):
         return
-    # From the strongest values back to the mildest ones that still fit, those that cost most first.
+    # Weaken the strongest values to the mildest ones that still fit, beginning with the most costly option.
     for name in reversed(chosen.copy()):
         others = [value for other, value in chosen.items() if other != name]
         if fits(others):
@@ -310,9 +310,9 @@ def advice(plan: Plan, fits: Fits) -> Iterator[str]:
 
 
 def ladder(plan: Plan) -> dict[str, list[str]]:
-    """Options that save memory, those that cost least first: name → changes, mildest first."""
+    """Options that save memory, the least costly first: name → changes, mildest first."""
     model, train, data, reward = (getattr(plan.config, part) for part in ("model", "train", "data", "reward"))
-    gpus, without = plan.config.run.gpus, " train.ema=0" if train.ema else ""  # adapters are not averaged
+    gpus, without = plan.config.run.gpus, " train.ema=0" if train.ema else ""  # there is no average of adapters
     heads = plan.whole.shape.queries_per_key * plan.whole.shape.key_heads
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
     shortest = max(SHORTEST_RESPONSE, 2 * (plan.config.algorithm.overlong.buffer or 0))
@@ -338,7 +338,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
 
 
 def _halves(value: int, least: int) -> list[str]:
-    """Half the value, half of that, down to the least itself."""
+    """Half the value, half of that and so on, down to `least`."""
     found = []
     while value > least:
         value = max(value // 2, least)

@@ -1,6 +1,5 @@
-"""A step as a config will train it: prompts as long as those of the data, forests as large, and
-everything else that an estimate reads: the model without its weights, built on the meta device, and
-how large it is while it trains.
+"""The inputs of an estimate: a step with prompts and forests as long as those that the config will
+train, the model without its weights (on the meta device), and its size during training.
 
     size = size_of(empty_model(family), family, config.model.lora, element=2, train="full")
     step = make_step(config.train, config.rollout.max_tokens, algorithm, family, prompts)
@@ -32,12 +31,12 @@ from saccade.system.devices import CONTEXT_GIB, Device
 from saccade.trainer.checkpointing import MARGIN
 from saccade.types import Group, Media, MediaSpan, Message, Rendered, Sample, Source, Trajectory
 
-ROWS = 64  # of the data that are looked at
+ROWS = 64  # rows of the data that are read
 SOUND_SECONDS = (30, 15, 8, 4, 2, 1)
-GOLDEN = 0.6180339887  # multiples of it, without their whole part, spread evenly
-MICRO_BATCHES = 4  # of which the rest of a step is a multiple
+GOLDEN = 0.6180339887  # the fractional parts of its multiples are evenly spread
+MICRO_BATCHES = 4  # that are constructed; the rest of a step is extrapolated
 
-Prompts = tuple[list[Rendered], str]  # and how long they are
+Prompts = tuple[list[Rendered], str]  # and a description of their lengths
 
 
 # -- the model --------------------------------------------------------------------------------------
@@ -54,7 +53,7 @@ class ModelSize(Meter):
 
 
 def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
-    """The model of a folder's config: modules without memory for their weights."""
+    """The model of a folder's config, built on the meta device: without memory for weights."""
     import torch
     import transformers
 
@@ -79,7 +78,7 @@ def empty_model(family: Family, *, trust_remote_code: bool = False) -> Any:
 
 
 def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, train: str) -> ModelSize:
-    """The size of an empty model that trains as `train` says."""
+    """The size of an empty model that is trained with model.train=`train`. `element`: bytes per weight."""
     from torch.nn import Linear
 
     model.requires_grad_(True)
@@ -94,7 +93,7 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
         freeze(model, family, train)
         trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     head = model.get_output_embeddings().weight
-    if train == "qlora":  # `lora.four_bit` packs linear layers, which experts are not
+    if train == "qlora":  # `lora.four_bit` packs linear layers only, and experts are none
         packed = sum(
             module.weight.numel()
             for name, module in model.named_modules()
@@ -117,17 +116,17 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """The groups of a step and their forests, or a share of them that stands for all; of those GPUs that compute
-    forests together.
+    """The groups and forests of a step, or a sample of them; only those of one set of GPUs that compute forests
+    together.
     """
 
     groups: list[Group]
     batches: list[Batch]
-    times: float  # how often they fit into a step
+    times: float  # factor from this sample to the whole step
 
     @property
     def members(self) -> list[Trajectory]:
-        """One of each group."""
+        """The first trajectory of each group."""
         return [group.trajectories[0] for group in self.groups]
 
     @property
@@ -141,19 +140,19 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that memory and seconds of a GPU are counted from."""
+    """All inputs of the estimate of memory and seconds of a GPU."""
 
-    config: Config  # with the prompts of one GPU
+    config: Config  # train.prompts_per_step is that of one GPU
     algorithm: Algorithm
     device: Device
     layout: str  # whole, sharded or hybrid
     step: Step
     policy: ModelSize
-    whole: ModelSize  # without adapters, as reference and critic are
-    element: int  # bytes of a weight
+    whole: ModelSize  # without adapters, for reference and critic
+    element: int  # bytes per weight
     generates: bool  # in training or validation
-    samples: bool  # in every step; else it learns from rows
-    teacher: int  # weights of one beside the policy
+    samples: bool  # has a rollout in every step; else it learns from rows
+    teacher: int  # number of weights of the teacher
 
     @property
     def learners(self) -> list[ModelSize]:
@@ -161,35 +160,35 @@ class Plan:
         return [self.policy, *([replace(self.whole, head=False)] if self.algorithm.needs_critic else [])]
 
     def divides(self, learner: ModelSize) -> bool:
-        """Whether its weights are divided among the GPUs; those of 4 bits never are."""
+        """Whether the learner's weights are sharded over the GPUs; 4-bit weights never are."""
         return self.share("weights") < 1 and not (learner is self.policy and self.config.model.train == "qlora")
 
     def share(self, kind: str) -> float:
-        """The share of weights, sums or state that this GPU holds of a model that is divided."""
+        """The share of weights, gradient sums or optimizer state that one GPU holds of a sharded model."""
         whole = 1.0 if kind == "sums" and self.config.model.train in ADAPTED else self.whole.towers
         return held(self.layout, kind, gpus=self.config.run.gpus, whole=whole)
 
     @property
     def together(self) -> int:
-        """GPUs that compute a forest."""
+        """Number of GPUs that compute a forest together."""
         return self.config.train.sequence_parallel if self.config.run.gpus > 1 else 1
 
     @property
     def paged(self) -> bool:
-        """Whether the engine has small pages; else a page holds a whole sequence."""
+        """Whether the engine's KV cache has small pages; else a page holds a whole sequence."""
         return self.device.is_gpu and self.element == 2
 
     @property
     def limit(self) -> float:
-        """GiB that can be planned with; of several GPUs the first has the controller's process, too."""
+        """GiB that can be planned with, on the first GPU; with several, it also holds the controller's process."""
         processes = 1 + (self.config.run.gpus > 1)
         return self.device.memory * (1 - MARGIN) - CONTEXT_GIB * processes * self.device.is_gpu
 
     @property
     def sequences(self) -> int:
-        """Sequences in the engine at a time, if its cache has room for them."""
+        """Sequences in the engine at a time, if its KV cache is large enough."""
         members = self.algorithm.samples_per_prompt + self.algorithm.estimator.greedy
-        steps = 1 + self.config.rollout.ahead * (self.config.rollout.replicas > 0)  # else they fill gaps
+        steps = 1 + self.config.rollout.ahead * (self.config.rollout.replicas > 0)  # else later steps only fill gaps
         begun = self.config.train.prompts_per_step * min(steps, self.config.run.max_steps or steps)
         return min(self.config.rollout.max_sequences, begun * members)
 
@@ -205,7 +204,7 @@ def typical_prompts(
     prompt_tokens: int | None,
     image: tuple[int, int] | None,
 ) -> Prompts:
-    """As long as `prompt_tokens` says, else those of the rows, else as long as allowed."""
+    """Prompts of `prompt_tokens` if given, else those of the rows, else of the greatest length that is allowed."""
     tokens, source, heard = prompt_tokens or data.max_prompt_tokens, "data.max_prompt_tokens", tuple[MediaSpan, ...]()
     if prompt_tokens is not None:
         source = "as said"
@@ -235,9 +234,9 @@ def typical_prompts(
 
 
 def prompts_of(samples: Sequence[Sample], family: Family) -> Prompts:
-    """Those of the first rows. The longest comes first, since it may be in any step; then short and
-    long ones in turn, so that as many of them as a step takes stand for all, however the rows are
-    ordered.
+    """The prompts of the first rows. The longest comes first, since it may be in any step; the others
+    mix short and long ones, so that the first prompts of the list are representative whatever the
+    order of the rows.
     """
     if not samples:
         raise ConfigError("data.train: no usable row; give --prompt-tokens N instead")
@@ -249,7 +248,7 @@ def prompts_of(samples: Sequence[Sample], family: Family) -> Prompts:
 
 
 def _largest_picture(data: DataConfig, family: Family) -> tuple[int, int] | None:
-    """A square that leaves a prompt room for a word, found as `data.overlong=shrink` finds it."""
+    """The largest square image that leaves room for text in a prompt; shrunk as with `data.overlong=shrink`."""
     budget = data.max_pixels
     while _picture((side := isqrt(budget), side), data, family).length >= data.max_prompt_tokens:
         if budget <= data.min_pixels:
@@ -259,7 +258,7 @@ def _largest_picture(data: DataConfig, family: Family) -> tuple[int, int] | None
 
 
 def _longest_sound(data: DataConfig, family: Family) -> tuple[MediaSpan, ...]:
-    """Half a minute, or as much of it as leaves a prompt room for a word."""
+    """A sound of 30 seconds, or a shorter one that leaves room for text in a prompt."""
     for seconds in SOUND_SECONDS:
         media = Media(kind="audio", hash="planned", width=seconds * RATE, height=1, path="planned")
         grid, length = family.measure(media)
@@ -281,7 +280,7 @@ def _picture(size: tuple[int, int], data: DataConfig, family: Family) -> MediaSp
 def make_step(
     train: TrainConfig, max_tokens: int, algorithm: Algorithm, family: Family, prompts: Sequence[Rendered]
 ) -> Step:
-    """Responses have their full length and differ from the first token on."""
+    """Construct groups and forests. Responses have the maximum length and differ from the first token on."""
     enough = MICRO_BATCHES * train.micro_tokens
     members, tokens = algorithm.samples_per_prompt, 0
     groups: list[Group] = []
@@ -296,7 +295,7 @@ def make_step(
 
 def _group(prompt: Rendered, index: int, members: int, new: int, greedy: bool) -> Group:
     sources = np.concatenate([prompt.sources, np.full(new, Source.POLICY, np.int8)])
-    asked = np.full(len(prompt), index)  # another prompt in each group: each is computed
+    asked = np.full(len(prompt), index)  # a different prompt in each group, so that none is shared
     media = tuple(replace(span, media=replace(span.media, hash=f"{index}/{span.media.hash}")) for span in prompt.media)
     trajectories = tuple(
         Trajectory(
@@ -311,5 +310,5 @@ def _group(prompt: Rendered, index: int, members: int, new: int, greedy: bool) -
         for repeat in range(members)
     )
     sample = Sample(id=f"{index}", messages=(Message(role="user", parts=("",)),))
-    baseline = trajectories[0] if greedy else None  # as long as the others
+    baseline = trajectories[0] if greedy else None  # stands for a greedy response of the same length
     return Group(sample=sample, uid=sample.id, trajectories=trajectories, greedy=baseline)

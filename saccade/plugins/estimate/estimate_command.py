@@ -1,5 +1,5 @@
-"""`saccade estimate`: the estimate on the screen or as JSON, and an error where it does not fit;
-also before a run loads its weights.
+"""`saccade estimate`: prints the estimate, or writes it as JSON, and raises an error if the run does not
+fit. Also the check before a run loads its weights.
 """
 
 import json
@@ -19,7 +19,7 @@ from saccade.system import devices
 from saccade.system.devices import Device
 from saccade.types import Sample
 
-OFF = 1.15  # an estimate may be wrong by that
+OFF = 1.15  # factor by which an estimate may be wrong
 PHASES = ("rollout", "update")
 
 
@@ -32,7 +32,7 @@ def run(
     network: float | None,
     as_json: bool,
 ) -> None:
-    """`network`: Gb/s from a machine to others."""
+    """The command. `network`: Gb/s between machines."""
     quiet_libraries()
     planned = find_device(device, config.run.device)
     found = estimate(
@@ -53,9 +53,9 @@ def run(
 
 
 def preview(config: Config, command: str) -> None:
-    """Beside the batch arithmetic of a dry run, on this machine's device; refuses nothing."""
+    """The estimate that a dry run prints, for this machine's device; refuses nothing."""
     quiet_libraries()
-    with TemporaryDirectory() as scratch:  # of a tiny model; a dry run leaves nothing behind
+    with TemporaryDirectory() as scratch:  # for files of a tiny model: a dry run leaves no files
         try:
             device = find_device(None, config.run.device)
             config = load(config, [f"run.out={scratch}"], command)
@@ -72,9 +72,9 @@ def preview(config: Config, command: str) -> None:
 
 
 def preflight(config: Config, family: Family, samples: Sequence[Sample], *, device: Device | None = None) -> list[str]:
-    """Warnings for a run of `saccade rl` that may not fit, before weights are loaded; a run that is
-    too large by far is refused, if its family is in our table. A CPU has room for what a GPU has
-    not, and nothing can be said of a model that cannot be built without its weights.
+    """Warnings for a run of `saccade rl` that may not fit, before weights are loaded. Refuses a run that
+    is far too large, if its family is in our table. No warnings on a CPU, which has more memory, or for
+    a model that cannot be built without its weights.
     """
     card, device = device, device or devices.unoccupied(config.run.device)
     if not device.is_gpu or not samples:
@@ -98,7 +98,7 @@ def preflight(config: Config, family: Family, samples: Sequence[Sample], *, devi
 
 
 def short_of_memory(config: Config, found: Estimate) -> str | None:
-    """What `train.offload` needs and this machine has not; of others nothing is known."""
+    """Says if `train.offload` needs more main memory than is free here; other machines are not checked."""
     needed, free = total(found.host, "always"), devices.free_host_bytes() / GIB
     if not config.train.offload or config.run.launcher != "local" or needed <= free:
         return None
@@ -110,11 +110,11 @@ def short_of_memory(config: Config, found: Estimate) -> str | None:
     )
 
 
-# -- what is asked for -----------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------
 
 
 def find_device(name: str | None, wanted: str) -> Device:
-    """The device of that name, or the one that `run.device` means here."""
+    """The device `name` of the table, or without a name the one that run.device (`wanted`) selects here."""
     if name is None:
         here = devices.present(wanted)
         if wanted == "cuda" and not here.is_gpu:
@@ -138,7 +138,7 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-# -- what is shown ---------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 def about(found: Estimate) -> str:
@@ -160,7 +160,7 @@ def in_short(found: Estimate, command: str = "rl") -> str:
 
 
 def told(config: Config, found: Estimate, command: str = "rl") -> list[str]:
-    """In few lines, with what several GPUs take beside one alone where seconds are known."""
+    """A short summary; with several GPUs and known seconds, also the comparison with one GPU."""
     lines = [*about(found).splitlines(), *found.notes, short_of_memory(config, found), in_short(found, command)]
     if found.efficiency and found.pace:
         waits = " and ".join(f"{found.pace.seconds[name]:.2f} in the {name}" for name in ("exchange", "controller"))
@@ -172,7 +172,7 @@ def told(config: Config, found: Estimate, command: str = "rl") -> list[str]:
 
 
 def refusal(found: Estimate, command: str = "rl") -> str:
-    """The phase that needs most, and what makes it fit, in options of the command."""
+    """Says which phase needs the most memory, and which options of the command make it fit."""
     memory, device = found.memory, found.device
     phase = max(memory.peaks, key=lambda name: memory.peaks[name])
     parts = [item for item in memory.items if item.phase in ("always", phase)]
@@ -189,7 +189,7 @@ def refusal(found: Estimate, command: str = "rl") -> str:
 
 
 def by_item(found: Estimate) -> Iterator[str]:
-    """Lines: memory by item, main memory, what is not counted, and the phases of a step."""
+    """Lines of the full report: memory by item, main memory, notes, and the phases of a step."""
 
     def line(name: str, *cells: str, note: str = "") -> str:
         return f"{name:<26}{''.join(f'{cell:>10}' for cell in cells)}  {note}".rstrip()

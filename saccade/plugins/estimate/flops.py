@@ -1,9 +1,9 @@
 """FLOPs and bytes that a phase needs, counted from the shape of a model and the records of a step.
 
-What is counted is what the work needs, not what a kernel happens to do: a trunk once however many
-leaves it has, a key only for the queries that see it (its ancestors, half of a causal square), an
-image or a sound once per node that holds it, no padding. Recomputed activations are counted apart
-and are no useful work. Knows nothing of weights or clocks.
+Counts the necessary work, not what kernels do: a shared prefix once however many branches it has, a
+key only for the queries that attend to it (so half of a causal square), an image or a sound once per
+node that holds it, no padding. Recomputed activations are counted separately and are not useful work.
+Knows nothing of weights or time.
 
     shape = shape_of(model, family.tower_of)
     useful, repeated = Meter(shape=shape).train_step([batch])
@@ -31,19 +31,19 @@ HEAD = "head"
 NUMBERED = re.compile(r"\.(?:layers?|blocks)\.(\d+)\.")
 
 
-# FLOPs of a forward by where they happen, because backward treats each differently. Parts are
+# FLOPs of a forward by part of the model, because the cost of backward differs. Parts are
 # `TOWER/layers` (their matrices) and `TOWER/attention` of the towers llm, vision and audio;
 # `SENSE/inputs` (the first product with pixels or mel frames, which need no gradient), `SENSE/stem`
-# (what follows before the layers) and `SENSE/projector`; `head` and `adapters`.
+# (from there to the layers) and `SENSE/projector`; `head` and `adapters`.
 Work = Counter[str]
 
 
-# -- what is trained -------------------------------------------------------------------------------
+# -- trained parameters ----------------------------------------------------------------------------
 
 
 class Trained(NamedTuple):
-    """How a tower is trained: the share of its matrices that learn, of its layers that a gradient
-    passes (0: it is frozen), and the weights of its adapters.
+    """How a tower is trained: the share of its matrix weights that are trained, the share of its layers
+    that a gradient passes (0: it is frozen), and the number of weights of its adapters.
     """
 
     learns: float = 1.0
@@ -51,21 +51,21 @@ class Trained(NamedTuple):
     adapters: int = 0
 
 
-Training = Mapping[str, Trained]  # of every tower, and of the head, which counts apart from the decoder
+Training = Mapping[str, Trained]  # of every tower, and of the head, which is separate from the decoder here
 FULL: Training = dict.fromkeys((*TOWERS, HEAD), Trained())
 FROZEN: Training = dict.fromkeys((*TOWERS, HEAD), Trained(learns=0.0, passed=0.0))
 
 
 def towers_frozen(training: Training) -> bool:
-    """Whether an image is encoded once, however often it is shown."""
+    """Whether all towers are frozen, so that an image is encoded once per step."""
     return not any(training[tower].passed for tower in (*SENSES, "projector"))
 
 
 def training_of(model: Any, trained: Mapping[str, int], tower_of: Callable[[str], str]) -> Training:
-    """How a model is trained; `trained`: name → numbers of the parameters that are."""
+    """How each part of a model is trained; `trained`: name → number of elements of trained parameters."""
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and ".lora_" not in name}
     head = "embed_tokens"  # if they are tied
-    if any("lm_head." in name for name in matrices):  # else rows of embeddings are read, and not multiplied
+    if any("lm_head." in name for name in matrices):  # untied: embeddings are only looked up, not multiplied
         head, matrices = "lm_head.", {n: size for n, size in matrices.items() if "embed_tokens" not in n}
     found: dict[str, Trained] = {}
     for part in (*TOWERS, HEAD):
@@ -80,14 +80,14 @@ def training_of(model: Any, trained: Mapping[str, int], tower_of: Callable[[str]
 
 
 def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of: Callable[[str], str]) -> float:
-    """Share of the layers of a tower that a gradient passes: from the lowest trained one on, or all
-    where something before them is trained.
+    """Share of the layers of a tower that a gradient passes: from the lowest trained one on, or all if
+    a module before them is trained.
     """
     inside, learning = ([name for name in names if tower_of(name) == tower] for names in (matrices, trained))
     count = max((int(n[1]) for n in map(NUMBERED.search, inside) if n), default=-1) + 1
     lowest = min((int(n[1]) for n in map(NUMBERED.search, learning) if n), default=count)
     before = [name for name in learning if not NUMBERED.search(name)]  # a stem
-    if tower == "llm":  # its last norm and the head come behind its layers, other towers do not
+    if tower == "llm":  # its last norm and the head come after its layers, the other towers before
         before = [n for n in trained if "embed_tokens" in n or tower_of(n) != tower]
     return 1.0 if before else (count - lowest) / max(1, count)
 
@@ -96,7 +96,7 @@ def _reach(tower: str, trained: Iterable[str], matrices: Iterable[str], tower_of
 
 
 def _patches(vision: Stack, grid: tuple[int, ...]) -> tuple[float, float, float, float]:
-    """Patches, those that a stem sees, tokens in the layers, and pairs of tokens in all layers."""
+    """Returns patches, patches in the stem, tokens in the layers, and pairs of tokens over all layers."""
     patches, tokens, pairs = 0, 0, 0.0
     for frames, rows, columns in zip(*[iter(grid)] * 3, strict=True):
         seen = rows * columns + vision.extra
@@ -109,8 +109,8 @@ def _patches(vision: Stack, grid: tuple[int, ...]) -> tuple[float, float, float,
 
 
 def _frames(audio: Stack, grid: tuple[int, ...]) -> tuple[float, float, float, float]:
-    """Frames that are heard (silence that fills up half a minute is padding), the tokens that the
-    convolutions leave of them, which halve them at least once, and pairs of these in all layers.
+    """Returns frames (without the silence that pads a sound to 30 seconds), tokens after the convolutions
+    (once for the stem, once for the layers), and pairs of tokens over all layers.
     """
     frames = grid[2]
     windows = np.diff([*range(0, frames, audio.window or frames), frames])
@@ -124,7 +124,7 @@ READ = {"audio": _frames, "vision": _patches}
 
 
 def sensed(shape: Shape, media: Iterable[MediaSpan]) -> Counter[str]:
-    """Tokens that media are in the layers of each tower, the silence included that fills up a sound."""
+    """Tokens of the media in the layers of each tower, including those of silence that pads a sound."""
     found = Counter[str]()
     for span in media:
         sense = SENSE_OF.get(span.media.kind, "")
@@ -134,14 +134,14 @@ def sensed(shape: Shape, media: Iterable[MediaSpan]) -> Counter[str]:
 
 
 def _squares(side: int, window: int | None) -> float:
-    """Σ of the squared sides, in merged patches, of the windows that tile one direction."""
+    """Sum of the squared sides, in merged patches, of the windows along one direction."""
     window = window or side
     return float(side // window * window**2 + (side % window) ** 2)
 
 
 def _pairs(before: np.ndarray, sizes: np.ndarray, window: int | None) -> float:
-    """Keys that the tokens of some runs see, themselves included: the first of a run sees `before` others."""
-    near = sizes if window is None else (window - before).clip(0, sizes)  # tokens that see all that come before
+    """Query-key pairs of runs of `sizes` tokens, each with itself; `before`: keys before the first of a run."""
+    near = sizes if window is None else (window - before).clip(0, sizes)  # tokens whose window holds all before them
     return float((near * before + near * (near + 1) // 2 + (sizes - near) * (window or 0)).sum())
 
 
@@ -149,16 +149,16 @@ def _pairs(before: np.ndarray, sizes: np.ndarray, window: int | None) -> float:
 
 
 def shares(shape: Shape, training: Training) -> dict[str, tuple[float, float]]:
-    """How many times the FLOPs of each part of a forward its backward takes, and what
-    activation checkpointing repeats, which is no useful work. A backward is twice the forward, less
-    gradients of frozen matrices, of pixels and mel frames, and everything below the first tower that
-    is trained; repeated are the layers that a gradient passes.
+    """For each part, FLOPs of backward and of activation checkpointing as multiples of its forward. The
+    latter are no useful work. Backward takes twice the forward, minus gradients of frozen matrices and
+    of pixels and mel frames, and minus everything below the first trained tower. Checkpointing repeats
+    the layers that a gradient passes.
     """
     found = {"adapters": (2.0, 1.0), "head": (1 + training[HEAD].learns, 0.0)}
     for tower, stack in {"llm": shape.text, **shape.senses}.items():
         learns, passed, _ = training[tower]
-        # Torch stops once backward has what it needs, which the result of the last matrix is not;
-        # results of experts are, since they are weighted.
+        # Torch stops recomputing once it has all that backward needs. The output of the last matrix is
+        # not needed; outputs of experts are, since they are weighted.
         again = 1.0 if stack.experts else 1 - stack.last / max(1, stack.matrices)
         projected = bool(passed or training["projector"].passed) * (1 + training["projector"].learns)
         found |= {
@@ -173,16 +173,16 @@ def shares(shape: Shape, training: Training) -> dict[str, tuple[float, float]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Meter:
-    """What has to be known of a model to count its work."""
+    """Counts the work of a model."""
 
     shape: Shape
     training: Training = field(default_factory=lambda: FULL)
-    head: bool = True  # logits are read, not values
-    repeats: Callable[[Batch], float] = lambda batch: 0.0  # share of the layers that compute their activations again
+    head: bool = True  # computes logits, not values
+    repeats: Callable[[Batch], float] = lambda batch: 0.0  # share of the layers that recompute their activations
 
     def count(self, before: np.ndarray, sizes: np.ndarray, reads: int, media: Iterable[MediaSpan] = ()) -> Work:
-        """Runs of tokens, such as the nodes of a forest, the logits at its reads, its media. `before`: how many tokens
-        the first one of each run sees before itself.
+        """Work of a forward over runs of tokens (such as the nodes of a forest) with `reads` rows of logits, and media.
+        `before`: tokens before the first one of each run, `sizes`: tokens of each run.
         """
         text, tokens = self.shape.text, int(sizes.sum())
         seen = sum(flops * _pairs(before, sizes, window) for window, flops in self.shape.pair_flops.items())
@@ -197,7 +197,7 @@ class Meter:
         return work + self.encode(media)
 
     def encode(self, media: Iterable[MediaSpan]) -> Work:
-        """Towers and projectors alone. Time series have a small encoder, which is not counted."""
+        """Work of towers and projectors. The encoder of time series is small and not counted."""
         work = Work()
         alike = Counter((span.media.kind, span.grid, span.length) for span in media)
         for (kind, grid, length), count in alike.items():
@@ -214,7 +214,7 @@ class Meter:
                     f"{sense}/stem": 2.0 * stemmed * tower.stem,
                     f"{sense}/layers": 2.0 * tokens * tower.weights,
                     f"{sense}/attention": tower.pair_flops * pairs,
-                    # Of a tower without layers, padding is projected, too.
+                    # If the tower has no layers, padding is projected, too.
                     f"{sense}/projector": 2.0 * (length if tower.layers else tokens) * tower.projector
                     + 2.0 * tokens * tower.looking,
                     "adapters": 2.0 * (tokens * adapters + length * projected),
@@ -223,7 +223,7 @@ class Meter:
         return work
 
     def forward(self, batches: Sequence[Batch], *, media: bool = True) -> list[Work]:
-        """The work of each batch, and then of images that a frozen tower encodes once for all of them."""
+        """The work of each batch, followed by that of media, if frozen towers encode each once for all batches."""
         frozen = towers_frozen(self.training)
         shown = media and not frozen
         works = [
@@ -238,7 +238,7 @@ class Meter:
         return sum(work.total() for work in self.forward(batches, media=media))
 
     def learn(self, batches: Sequence[Batch], *, media: bool = True) -> list[tuple[Work, Work]]:
-        """As `forward`, with backward: what is useful, and what is only repeated."""
+        """As `forward`, for forward and backward: (useful work, recomputation) of each entry."""
         of, repeats = shares(self.shape, self.training), [*map(self.repeats, batches), 0.0]
         return [
             (
@@ -249,7 +249,7 @@ class Meter:
         ]
 
     def train_step(self, batches: Sequence[Batch], *, media: bool = True) -> tuple[float, float]:
-        """Useful FLOPs, and those that are only repeated."""
+        """Returns useful FLOPs, and those of recomputation."""
         useful, again = zip(*self.learn(batches, media=media), strict=True) if batches else ((), ())
         return sum(work.total() for work in useful), sum(work.total() for work in again)
 
@@ -259,17 +259,17 @@ class Meter:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What sampling some groups needs at least, however it is scheduled."""
+    """The least work of sampling some groups, however it is scheduled."""
 
-    prefill: Work  # prompts once per group, what environments said, and all media
+    prefill: Work  # prompts once per group, tokens of environments, and all media
     decode: Work  # sampled tokens
     sampled: int
     longest: int  # most tokens that one member sampled
-    weight_bytes: Callable[[float], float]  # that every step of decoding so many sequences reads
-    cache_bytes: float  # read in all
+    weight_bytes: Callable[[float], float]  # bytes of weights that a decode step of this many sequences reads
+    cache_bytes: float  # bytes of the KV cache read in total
 
     def read_bytes(self, max_sequences: int) -> float:
-        """Bytes read in as few steps as `max_sequences` at a time allow."""
+        """Bytes read in the fewest decode steps that are possible with `max_sequences` at a time."""
         steps = max(self.longest, -(-self.sampled // max_sequences))
         return steps * self.weight_bytes(self.sampled / max(1, steps)) + self.cache_bytes
 
@@ -277,8 +277,8 @@ class Generation:
 def generation(
     meter: Meter, groups: Iterable[Group], *, element: int, four_bit: bool = False, together: int | None = None
 ) -> Generation:
-    """`element`: bytes of a weight, and of a number in the cache. `together`: members for which a
-    step of decoding reads the prompt that they share once, as many as the kernel takes if not said.
+    """The work of sampling these groups. `element`: bytes per weight and per number in the KV cache.
+    `together`: members for which the decode kernel reads a shared prompt once; default: its maximum.
     """
     shape = meter.shape
     together = together or members_of(shape.queries_per_key)
@@ -287,10 +287,10 @@ def generation(
     def weight_bytes(rows: float) -> float:
         return shape.text.read_by(rows, matrix=NF4 if four_bit else element, expert=element) + beside
 
-    # Work adds up over tokens and media, so all of a kind is counted at once.
-    given, drawn = list[tuple[int, int]](), list[tuple[int, int]]()  # runs of tokens: the first, and how many
+    # Work is a sum over tokens and media, so all runs are collected first and counted at once.
+    given, drawn = list[tuple[int, int]](), list[tuple[int, int]]()  # runs of tokens: (first index, length)
     media, sampled, contexts = list[MediaSpan](), [0], 0
-    prompts: dict[Any, list[Trajectory]] = {}  # trajectories by what their prompt is
+    prompts: dict[Any, list[Trajectory]] = {}  # trajectories by the ids and media of their prompt
     for member in (member for group in groups for member in group.everyone):
         start = member.prompt_length
         shown = tuple(span.media.key for span in member.media if span.start < start)
@@ -305,16 +305,16 @@ def generation(
             sampled.append(member.response_length)
             steps.append(sampled[-1] - 1)  # the last sampled token is never an input
             runs, end = [start], member.end - 1
-            if end - start >= sampled[-1]:  # an environment said something
+            if end - start >= sampled[-1]:  # there are tokens of an environment
                 runs += (np.flatnonzero(np.diff(member.policy_mask[start:end])) + start + 1).tolist()
             both = [(first, last - first) for first, last in pairwise([*runs, end])]
             drawn += both[::2]
             given += both[1::2]
             media += [span for span in member.media if span.start >= start]
             contexts += sum(n * (first - start) + n * (n + 1) // 2 for first, n in both[::2])
-        # Those that go on are the neighbours that read together.
+        # Sequences that still run stay adjacent, so they share the reads of the prompt.
         contexts += start * sum(sorted(steps, reverse=True)[::together])
-    # The first logits of a member came with the prompt, and were shared.
+    # The first logits of all members are computed once, with the prompt.
     later = sum(sampled) - len(sampled) + 1
     return Generation(
         prefill=meter.count(*_columns(given), reads=len(prompts), media=media),

@@ -1,5 +1,5 @@
-"""The layout of a run on several GPUs where `train.layout` leaves it open: whole if a GPU has room for it, by the
-estimate of what it needs.
+"""Chooses the layout of a run on several GPUs with train.layout=auto: whole if it fits on a GPU by the estimate,
+else the fastest that fits.
 
     layout, reason = choose_layout(config, "rl", family)
 """
@@ -14,8 +14,8 @@ from saccade.system.devices import Device
 
 
 def choose_layout(config: Config, command: str, family: Family, device: Device | None = None) -> tuple[str, str]:
-    """For the first GPU of this machine, with all its memory, not what is free now: a run that is resumed with the same
-    options on such GPUs decides alike.
+    """Returns (layout, reason). Assumes all memory of this machine's first GPU, not what is free now, so that a resumed
+    run with the same options and GPUs chooses the same layout.
     """
     gpus, device = config.run.gpus, device or devices.present(config.run.device)
     (best, *others), reason = candidates(config.train.layout, gpus=gpus, cuda=device.is_gpu)

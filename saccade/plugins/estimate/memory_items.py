@@ -1,9 +1,9 @@
-"""Memory of a plan by item, at the heaviest moment of the rollout and of the update; main memory
-beside a GPU.
+"""Memory of a plan by item, at the peaks of the rollout, of scoring and of the update; also the main
+memory of a machine with GPUs.
 
-Activations are the tensors that live at the moments where memory peaks. Counted for a GPU in half
-precision (fused norms, rotations and gated layers, one attention call over gathered keys);
-elsewhere the count is off by what those save.
+Activations are the tensors that are alive when memory peaks. They are counted for a GPU in half
+precision (fused norms, rotations and gated layers, one attention call over gathered keys); elsewhere
+the count is too low by what these save.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,29 +32,29 @@ from saccade.types import MediaSpan
 
 GIB = 2**30
 POOL = "keys and values"
-PROCESS_GIB = 2.0  # main memory of libraries and the context of CUDA, as one H200 showed
-STATE: Mapping[str, Mapping[str, float]] = {  # bytes
+PROCESS_GIB = 2.0  # main memory of libraries and the CUDA context, measured on a machine with an H200
+STATE: Mapping[str, Mapping[str, float]] = {  # bytes per trained weight
     "adamw": {"fp32 masters": 4, "moments": 8},
     "adamw_bf16": {"moments and compensation": 6},
     "adamw_8bit": {"moments and compensation": 4.125},
 }
-# Kahan's works in fp32, with so many numbers for each of its own: on one tensor after the other, or on a chunk of it.
+# Temporary fp32 numbers per weight of the optimizers with Kahan summation, for one tensor or chunk at a time.
 WORKING = {"adamw": 0, "adamw_bf16": 7, "adamw_8bit": 12}
 OFFLOADED = "state of the optimizer"
 COPY = "copy for generation"
-SMALLEST_PREFILL = 1024  # tokens: the engine would halve further, and take long
+SMALLEST_PREFILL = 1024  # tokens: the engine could halve further, but would be slow
 
 
-# Numbers per token that one layer keeps for its backward, its input included: two inputs of norms
-# and two of matrices (hidden size), the query and the result of attention (all heads), gate and
-# other half (width of the MLP). Adapters keep what enters the last matrix, too.
+# Numbers per token that one layer saves for backward, including its input: two inputs of norms and
+# two of matrices (hidden size), queries and attention output (all heads), gate and up (MLP width).
+# With adapters, the input of the last matrix, too.
 KEPT_HIDDEN, KEPT_HEADS, KEPT_WIDE, KEPT_WIDE_ADAPTED = 4, 2, 2, 3
-# Numbers that an expert keeps, which is not fused: its token and its result (hidden size); both
-# halves, the activated gate and the product. A frozen one keeps nothing that enters its matrices.
+# Numbers that an expert, which is not fused, saves: its token and its output (hidden size); gate, up,
+# the activated gate and their product (expert width). Frozen experts save no inputs of matrices.
 KEPT_EXPERT_HIDDEN, KEPT_EXPERT_WIDE = 2, 4
-# Beside that in backward: gradients of both halves, their product and its gradient; of the stream.
+# In addition during backward: gradients of gate and up, their product and its gradient; of hidden states.
 BACKWARD_WIDE, BACKWARD_HIDDEN = 4, 4
-# Without backward: both halves and their product; the stream and its norms.
+# Without backward: gate, up and their product; hidden states and their norms.
 FORWARD_WIDE, FORWARD_HIDDEN = 3, 3
 
 
@@ -81,7 +81,7 @@ class Memory:
 
     @property
     def free(self) -> float:
-        """Beside what is always there."""
+        """GiB that are left beside the items of phase `always`."""
         return self.limit - total(self.items, "always")
 
     @property
@@ -90,7 +90,7 @@ class Memory:
 
 
 def total(items: Sequence[Item], *phases: str) -> float:
-    """GiB of the items, if phases are named of those."""
+    """GiB of the items of these phases, or of all if none is given."""
     return sum(item.gib for item in items if not phases or item.phase in phases)
 
 
@@ -102,24 +102,24 @@ def memory_of(plan: Plan) -> Memory:
     return Memory(items=(*always, *rollout, *update), limit=plan.limit)
 
 
-# -- what is always there --------------------------------------------------------------------------
+# -- items in all phases ---------------------------------------------------------------------------
 
 
 def _always(plan: Plan) -> list[Item]:
-    """Weights and the state of their optimizer, other copies of the model, features and rewards, which may come only
-    when the memory of the engine has gone.
+    """Weights and optimizer state, other copies of the model, features of images, and reward models, which
+    may be loaded only while they score, when the engine's memory has been freed.
     """
     half, sizes = plan.element < 4, dict[str, float]()
     state = {} if plan.config.train.offload else state_sizes(plan)
     for whose, model in zip(("", " of the critic"), plan.learners, strict=False):
         sizes[f"weights{whose}"] = model.weights * (plan.share("weights") if plan.divides(model) else 1.0)
         sizes |= {f"{name}{whose}": size * model.trained * plan.share("state") for name, size in state.items()}
-    # A copy that moves by little is kept in fp32 beside its weights.
+    # A moving average has an fp32 copy beside its weights, as its changes are small.
     averaged = plan.whole.weights * (3 if half else 1) * plan.share("weights")
     sizes["average"] = averaged if plan.config.train.ema else 0.0
     if plan.algorithm.needs_reference:
         update = plan.algorithm.kl.update
-        if plan.config.model.train in ADAPTED:  # the reference is the policy without its adapters
+        if plan.config.model.train in ADAPTED:  # the reference is the policy with adapters disabled
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights * plan.share("weights")
@@ -136,7 +136,7 @@ def _always(plan: Plan) -> list[Item]:
     items.append(
         Item(name="reward models", gib=rewards, phase=scoring, note="while they score" * (scoring != "always"))
     )
-    # Replicas generate with weights of their own.
+    # Replicas have their own weights to generate with.
     if plan.divides(plan.policy) and plan.generates and not plan.config.rollout.replicas:
         phases = ("rollout", *["scoring"] * (scoring != "always")) if plan.config.train.offload else ("always",)
         note = "given back in the update" * (phases[0] != "always")
@@ -145,13 +145,13 @@ def _always(plan: Plan) -> list[Item]:
 
 
 def state_sizes(plan: Plan) -> dict[str, float]:
-    """Bytes that an optimizer keeps for each number, by item; one in fp32 is its own master."""
+    """Optimizer state in bytes per weight, by item; fp32 weights need no master copy."""
     kept = STATE[plan.config.train.optimizer]
     return {name: size for name, size in kept.items() if plan.element < 4 or name != "fp32 masters"}
 
 
 def reward_folders(reward: RewardConfig) -> list[str]:
-    """Folders of reward models, each once; a tiny model is built in place and weighs nothing."""
+    """Folders of reward models, each once; without tiny models, whose size is negligible."""
     paths = dict.fromkeys(args["path"] for args in model_terms(reward))
     return [path for path in paths if not path.startswith("tiny:")]
 
@@ -164,8 +164,8 @@ def weights_in(folder: str) -> list[Path]:
 
 
 def _rollout(plan: Plan, free: float) -> list[Item]:
-    """The pool of keys and values comes first and takes a share of what is free; prompts that find
-    too little in the rest are computed in smaller pieces.
+    """The pool of keys and values is allocated first and takes a share of the free memory; prompts that
+    do not fit into the rest are computed in smaller pieces.
     """
     shape, element, step = plan.policy.shape, plan.element, plan.step
     per_token = shape.kv_bytes(element) / GIB
@@ -174,15 +174,15 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
     wanted = plan.sequences * ((step.mean_length if plan.paged else longest) * per_token + state)
     drawn = float(plan.sequences * shape.vocabulary * element)
     whole, least = ((size + drawn) / GIB for size in _prefill(plan))
-    margin = MARGIN * plan.device.memory  # of which the engine knows nothing: it is shared, too
+    margin = MARGIN * plan.device.memory  # the engine does not subtract it, so it takes a share of it, too
     if plan.device.is_gpu:
         share = POOL_SHARE if plan.paged else GPU_CACHE_SHARE
         room = share * free
         if least <= (1 - share) * (free + margin):
             room = min(room, (free - least) * (1 - 1e-9))  # rounding must not exceed the limit
-    else:  # it knows only one size
+    else:  # a CPU has a cache of fixed size
         room, least = CPU_CACHE_BYTES / GIB, whole
-    # The pool takes what there is, as long as one sequence finds room.
+    # The pool takes what there is, but at least room for one sequence.
     pool = max(min(wanted, room), longest * per_token + state)
     left = (free - pool) * (1 - 1e-9)
     beside = max(least, min(whole, left))
@@ -196,13 +196,13 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
 
 
 def _prefill(plan: Plan) -> tuple[float, float]:
-    """Bytes of one forward over prompts, and of the smallest that the engine halves it to where
-    memory is short: an image or a sound is never cut, without pages no prompt is.
+    """Bytes of one forward over prompts, and of the smallest one that the engine splits it into when
+    memory is short: it splits no image or sound, and without pages no prompt.
     """
     members, shape = plan.step.members, plan.policy.shape
 
     def passing(media: Sequence[MediaSpan]) -> float:
-        """Numbers that live in the tower that takes most; media run before the prompts around them."""
+        """Numbers alive in the largest tower; towers run before the prompts are prefilled."""
         return max((_forward(shape.senses[n], count) for n, count in sensed(shape, media).items()), default=0.0)
 
     units = [(one.prompt_length, passing(one.media)) for one in members]
@@ -221,7 +221,7 @@ def _prefill(plan: Plan) -> tuple[float, float]:
 
 
 def _forward(stack: Stack, tokens: float) -> float:
-    """Numbers that live while tokens run through a layer without backward."""
+    """Numbers alive in a layer's forward without backward."""
     return int(tokens) * (FORWARD_WIDE * _wide(stack) + FORWARD_HIDDEN * stack.hidden)
 
 
@@ -229,7 +229,7 @@ def _forward(stack: Stack, tokens: float) -> float:
 
 
 def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
-    """The heaviest moment of the heaviest micro-batch, or that of the optimizer."""
+    """Items at the peak: in the most expensive micro-batch, or in the optimizer step."""
     standing = beside_activations(plan, learner)
     found: list[list[Item]] = []
     for batch in plan.step.batches:
@@ -249,7 +249,7 @@ def _update(plan: Plan, learner: ModelSize, free: float) -> list[Item]:
 
 
 def beside_activations(plan: Plan, learner: ModelSize) -> list[Item]:
-    """Gradient sums; of sharded weights embedding and head, a layer that computes, the next one and a gradient."""
+    """Gradient sums; with sharded weights, gathered embedding, head, current and next layer, and a layer's gradient."""
     sizes, text = {"gradient sums": 4 * learner.trained * plan.share("sums")}, learner.shape.text
     if plan.divides(learner):
         ends = learner.shape.head_weights * (2 - learner.head_tied)
@@ -258,17 +258,17 @@ def beside_activations(plan: Plan, learner: ModelSize) -> list[Item]:
 
 
 class Tower(NamedTuple):
-    """Layers that a gradient passes, and bytes of one of them in a micro-batch."""
+    """A tower that a gradient passes, with bytes of one layer in a micro-batch."""
 
     name: str
     layers: int
-    least: float  # that it keeps in any case: its input
-    kept: float  # that it keeps if it computes nothing again
-    backward: float  # that its backward needs beside what it keeps
+    least: float  # saved in any case: the layer's input
+    kept: float  # saved if the layer recomputes nothing
+    backward: float  # needed during its backward in addition
 
 
 def passed_towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
-    """The decoder, and towers unless they are frozen or sense nothing."""
+    """The decoder, and towers that are not frozen and have media in the batch."""
     shape, element = learner.shape, plan.element
     keys = gathered_keys(batch) * key_repeats(shape.key_heads, plan.together) / plan.together
     passed = [("llm", shape.text, tokens_of_a_rank(plan, batch), keys, learner.training["llm"])]
@@ -281,22 +281,22 @@ def passed_towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
     for name, stack, tokens, keys, trained in passed:
         kept = layer_bytes(stack, tokens, keys, element=element, adapted=trained.adapters > 0)
         backward = tokens * (BACKWARD_WIDE * _wide(stack) + BACKWARD_HIDDEN * stack.hidden)
-        if trained.learns:  # matrices of experts outweigh a layer's activations
+        if trained.learns:  # gradients of stacked experts, which are larger than a layer's activations
             backward += stack.expert_weights
         found.append(Tower(name, stack.layers, float(element * tokens * stack.hidden), kept, element * backward))
     return found
 
 
 class Retained(NamedTuple):
-    """Layers of decoder and towers that compute nothing again, and bytes that are left then."""
+    """Number of layers, of decoder and towers, that keep their activations, and bytes that are then left."""
 
     layers: Sequence[int] = (0, 0, 0)
     spare: float = 0.0
 
 
 def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) -> Retained:
-    """As many as fit, when the config leaves it open, beside what the first micro-batch of a run
-    needs where every layer recomputes (trainer/checkpointing.py measures that).
+    """Number of layers that keep activations: with checkpointing=auto as many as fit beside the peak of the
+    run's first micro-batch with recomputation in every layer, which trainer/checkpointing.py measures.
     """
     wanted, towers = plan.config.model.checkpointing, passed_towers(plan, learner, batch)
     if wanted == "on":
@@ -316,21 +316,21 @@ def layers_that_keep(plan: Plan, learner: ModelSize, batch: Batch, free: float) 
 
 
 def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -> list[dict[str, float]]:
-    """What lives beside weights and gradient sums when backward enters the head, the decoder and
-    each tower: item → bytes.
+    """Memory beside weights and gradient sums when backward enters each tower, the decoder, and the
+    head: one mapping item → bytes for each of these moments.
     """
     shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
     logits = min(batch.read_count, tokens_of_a_rank(plan, batch)) * shape.vocabulary
-    if element * logits > retained.spare:  # else they are kept, too
+    if element * logits > retained.spare:  # then they are computed in chunks
         logits = min(logits, CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1))
-    # A kernel writes the gradient over the logits; else three copies in fp32 live beside them.
+    # The kernel writes the gradient over the logits; torch has three more copies in fp32.
     logits *= element if kernel else element + 12
     gradient = float(element * shape.head_weights) if learner.head_trained and learner.head else 0.0
-    # The gradient of a head that is also the embedding waits for the end of backward.
+    # The gradient of a head that is tied to the embedding stays until the end of backward.
     activations, waiting = dict[str, float](), {"gradient of the head": gradient * learner.head_tied}
     moments = []
     towers = list(zip(passed_towers(plan, learner, batch), retained.layers, strict=False))
-    for tower, keeping in reversed(towers):  # backward has freed those behind a tower
+    for tower, keeping in reversed(towers):  # backward has freed the activations that come after a tower
         name = "decoder" if tower.name == "llm" else tower.name
         own = {f"{name} activations": keeping * tower.kept + (tower.layers - keeping) * tower.least}
         activations = own | activations
@@ -343,30 +343,30 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -
 
 
 def tokens_of_a_rank(plan: Plan, batch: Batch) -> int:
-    """The tokens of a forest that one rank has; all of its media may lie in one stretch."""
+    """Tokens of a forest on one rank; all of its media may be on the same rank."""
     return -(-batch.tokens // plan.together)
 
 
 def layer_bytes(stack: Stack, tokens: int, keys: float, *, element: int, adapted: bool = False) -> float:
-    """What one layer keeps for its backward, among it `keys` gathered keys and their values."""
+    """Bytes that one layer saves for backward, including `keys` gathered keys and their values."""
     wide = KEPT_WIDE_ADAPTED if adapted else KEPT_WIDE
     per_token = KEPT_HIDDEN * stack.hidden + KEPT_HEADS * stack.queries + wide * stack.wide
     per_token += (KEPT_EXPERT_HIDDEN - adapted) * stack.chosen * stack.hidden
     per_token += (KEPT_EXPERT_WIDE - adapted) * stack.chosen * stack.expert_wide
     if stack.experts and stack.wide:
-        per_token += stack.hidden  # the result of the shared expert, which is weighted, too
+        per_token += stack.hidden  # the output of the shared expert, which is weighted, too
     per_token += stack.head_norms * (stack.queries + stack.keys)
-    per_token += stack.scales * stack.hidden  # what is scaled
+    per_token += stack.scales * stack.hidden  # the inputs of layer scales
     return float(element * (tokens * per_token + 2 * keys * stack.keys))
 
 
 def gathered_keys(batch: Batch) -> int:
-    """Keys of all nodes, each with those of its ancestors."""
+    """Number of gathered keys: for each node, its own and those of its ancestors."""
     return int((batch.forest.above + batch.forest.sizes).sum())
 
 
 def _wide(stack: Stack) -> float:
-    """Numbers between the matrices of a layer, for one token."""
+    """Intermediate numbers of the MLP for one token."""
     return stack.wide + stack.chosen * (stack.expert_wide + stack.hidden)
 
 
@@ -374,14 +374,14 @@ def _wide(stack: Stack) -> float:
 
 
 def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, ...]:
-    """Main memory of the first machine with GPUs; `phase` is always, start or save. Weights go through it; a
-    checkpoint is copied there, if it fits, and written in the background while training goes on.
+    """Main memory of the first machine with GPUs; `phase` is always, start or save. Weights are loaded through it; a
+    checkpoint is copied there, if it fits, and written in the background during training.
     """
     if not plan.device.is_gpu:
         return ()
     whole, gpus = plan.whole.weights / GIB, plan.config.run.gpus
     processes = min(gpus, NODE)
-    # Merged weights of adapters, and an average in a model folder of its own.
+    # A checkpoint holds merged weights of adapters, and the average in a separate model folder.
     saved = whole * (len(plan.learners) + bool(plan.config.train.ema))
     kept = ("average", "reference") if plan.algorithm.reference_moves else ("average",)
     saved += total([item for item in memory.items if item.name.startswith(kept)])

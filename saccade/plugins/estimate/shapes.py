@@ -1,5 +1,5 @@
-"""What a model is made of, as far as work and memory need it: read from its modules, which may be
-on the meta device. Every architecture that transformers can build has a shape.
+"""The sizes of a model that its work and memory depend on, read from its modules, which may be on the
+meta device. Works for every architecture that transformers can build.
 
     shape_of(model, family.tower_of).text.weights
 """
@@ -15,19 +15,19 @@ from typing import Any
 
 SENSES = ("vision", "audio")
 ATTENTION = re.compile(r"attn|attention")
-CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")  # how configs name the experts of a token
+CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")  # names in configs of experts per token
 EXPERTS = re.compile(r"(?:^|\.)experts(?:\.|$)")
-OTHER_EXPERTS = "vision_moe."  # smaller ones, which a token passes instead
-# Matrices of a projector that read all that a tower returns.
+OTHER_EXPERTS = "vision_moe."  # smaller experts, which image tokens pass instead
+# Matrices of a projector that are applied to every token of a tower, before their number shrinks.
 LOOKING = re.compile(r"(cross.?att|resampler).*\b(key|value|[kv]_proj)$|vit_merger\.self_attn")
-CHUNK = 64  # tokens that a gated delta rule takes together
+CHUNK = 64  # tokens of a chunk of the gated delta rule
 HEAD_NORM = re.compile(r"\b[qk]_(layer)?norm")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """The layers of a tower. Numbers of one layer are the mean over all layers. Towers over patches of
-    images or over frames of sounds have a first convolution and a projector behind them.
+    """The layers of a tower. Values for one layer are means over all layers. Towers of images and sounds
+    also have a first convolution over patches or frames, and a projector after them.
     """
 
     layers: int
@@ -36,27 +36,27 @@ class Stack:
     keys: float  # numbers in its key
     matrices: float  # weights of the matrices of one layer that every token passes
     last: float = 0.0  # weights of the last matrix
-    wide: float = 0.0  # width between the matrices of the MLP that every token passes
+    wide: float = 0.0  # intermediate width of the MLP that every token passes
     head_norms: float = 0.0  # share of the layers that normalise queries and keys
-    scales: float = 0.0  # trained vectors of a layer that scale what attention and MLP return
+    scales: float = 0.0  # trained vectors of a layer that scale the outputs of attention and MLP
     expert_size: float = 0.0  # weights of one expert
-    expert_wide: float = 0.0  # width between its matrices
-    experts: float = 0.0  # in a layer
-    chosen: float = 0.0  # experts of each token
+    expert_wide: float = 0.0  # its intermediate width
+    experts: float = 0.0  # experts in a layer
+    chosen: float = 0.0  # experts per token
     inputs: int = 0  # weights of the first convolution
-    stem: float = 0  # weights of the others, of which a patch passes a part where they shrink an image
+    stem: float = 0  # weights of the other convolutions, per patch: divided by how much the image has shrunk
     projector: int = 0  # weights
-    looking: int = 0  # weights of the projector that see every token of the tower
+    looking: int = 0  # weights of the projector that are applied to every token of the tower
     merge: int = 1  # side of the square of patches that becomes one token
-    window: int | None = None  # what attends together: side in merged patches, or frames
-    full_layers: int = 0  # layers that attend to everything
-    extra: int = 0  # tokens of a frame in the tower that stand for no patch
+    window: int | None = None  # attention window: side in merged patches, or frames
+    full_layers: int = 0  # layers with full attention
+    extra: int = 0  # tokens of an image in the tower that are no patches (a class token)
     stride: int = 1  # frames of a sound that become one token
-    filled: int = 0  # tokens that a short sound is filled up to
+    filled: int = 0  # tokens that a shorter sound is padded to
 
     @property
     def weights(self) -> float:
-        """Weights that one token passes."""
+        """Weights of all layers that one token is multiplied with."""
         return self.layers * (self.matrices + self.chosen * self.expert_size)
 
     @property
@@ -66,12 +66,12 @@ class Stack:
 
     @property
     def pair_flops(self) -> float:
-        """FLOPs of one query and one key in one layer: the score, and the value times it."""
+        """FLOPs per query-key pair in one layer: the score, and the weighted value."""
         return 4.0 * self.queries
 
     def read_by(self, rows: float, *, matrix: float = 1.0, expert: float = 1.0) -> float:
-        """Weights that a forward of so many tokens reads if they use all experts alike; their
-        bytes, given those of one weight of a matrix and of an expert.
+        """Weights that a forward of `rows` tokens reads, if all experts are equally likely; in bytes, if
+        `matrix` and `expert` are bytes per weight.
         """
         hit = self.experts * (1 - (1 - self.chosen / max(1, self.experts)) ** rows)
         return self.layers * (matrix * self.matrices + expert * hit * self.expert_size)
@@ -81,19 +81,19 @@ class Stack:
 class Shape:
     text: Stack
     vocabulary: int
-    pair_flops: Mapping[int | None, float]  # by window: of one query and one key in all decoder layers that have it
-    token_flops: float = 0.0  # of what recurrent layers compute without weights
+    pair_flops: Mapping[int | None, float]  # by window: per query-key pair, over all decoder layers with it
+    token_flops: float = 0.0  # per token, of the delta rules of recurrent layers, without their projections
     queries_per_key: int = 1  # heads
     key_heads: int = 1
     senses: Mapping[str, Stack] = field(default_factory=dict)
-    state_bytes: int = 0  # of a sequence in the cache, whatever its length: what recurrent layers keep
+    state_bytes: int = 0  # of the recurrent states of one sequence, independent of its length
 
     @property
     def head_weights(self) -> int:
         return self.text.hidden * self.vocabulary
 
     def kv_bytes(self, element: int) -> float:
-        """Bytes of one token in the cache."""
+        """Bytes of one token in the KV cache."""
         return 2 * self.text.layers * self.text.keys * element
 
 
@@ -125,12 +125,12 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
         keys=fmean(kept for _, kept in widths),
         chosen=next(filter(None, (getattr(text, name, None) for name in CHOSEN)), 1),
     )
-    beside = _beside("llm", layers["llm"], model, tower_of)  # what Gemma gives to each layer
+    beside = _beside("llm", layers["llm"], model, tower_of)  # such as Gemma's projections of per-layer inputs
     return Shape(
         text=replace(stack, matrices=stack.matrices + sum(m * n for m, n in beside) / stack.layers),
         vocabulary=text.vocab_size,
         pair_flops=pair_flops,
-        # The state is read, corrected and asked; keys and values of a chunk meet each other and are solved for.
+        # Read, correct and query the state; products of keys and values within a chunk, and its linear solve.
         token_flops=recurrent * states * (6.0 * key * value + CHUNK * (6 * key + 4 * value + CHUNK * 2 / 3)),
         queries_per_key=heads // key_heads,
         key_heads=key_heads,
@@ -140,17 +140,17 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
 
 
 def _attention_widths(layer: Any, queries: float, keys: float) -> tuple[float, float]:
-    """Numbers in a query of a layer and in what is kept of a token as a key; where values are of another size, the mean
-    of both. `queries` and `keys` are those of the config, for layers whose matrices have other names.
+    """Size of a token's query and of its cached key, each over all heads; if values have another size, the mean of
+    both. `queries` and `keys`, from the config, are for layers whose matrices have other names.
     """
     sizes = {name.rpartition(".")[2]: (m, n) for name, m, n in _matrices(layer) if ATTENTION.search(name)}
     if "o_proj" not in sizes or not sizes.keys() & {"q_proj", "kv_b_proj"}:
         return queries, keys
     values = sizes["o_proj"][0]
-    if "kv_b_proj" in sizes:  # latents, which are kept as the keys and values of every head
+    if "kv_b_proj" in sizes:  # latent attention, cached as keys and values of every head
         queries = (sizes.get("q_b_proj") or sizes["q_proj"])[1]
         return (queries + values) / 2, (queries + values) / 2
-    return values, sizes.get("k_proj", (0, 0))[1]  # some layers read the keys of another
+    return values, sizes.get("k_proj", (0, 0))[1]  # 0 for layers that use the keys of another layer
 
 
 def _layers(model: Any, tower_of: Callable[[str], str]) -> dict[str, list[Any]]:
@@ -171,9 +171,9 @@ def _layers(model: Any, tower_of: Callable[[str], str]) -> dict[str, list[Any]]:
 
 
 def _stack(layers: list[Any], hidden: int, **widths: float) -> Stack:
-    """The mean of the layers; `widths` are known from the config."""
+    """Means over the layers; `widths`, from the config, override them."""
     rows = [_layer(layer, hidden) for layer in layers]
-    # Where some layers have no experts, an expert is still as large as one.
+    # Sizes of experts are a maximum, since some layers may have no experts.
     mean: dict[str, Any] = {n: (max if n.startswith("expert_") else fmean)(row[n] for row in rows) for n in rows[0]}
     chosen = widths.pop("chosen", 0) * fmean(row["experts"] > 0 for row in rows)
     return Stack(layers=len(layers), hidden=hidden, **(mean | widths), chosen=chosen)
@@ -184,7 +184,7 @@ def _layer(layer: Any, hidden: int) -> dict[str, float]:
     shared = [(name, m, n) for name, m, n in linears if not EXPERTS.search(name)]
     attention = [m for name, m, _ in shared if ATTENTION.search(name)] or [hidden]
     wide = [m for name, m, n in shared if n == hidden and not ATTENTION.search(name)] or [0]
-    # Experts are stacked in tensors of three axes, or are a list of modules.
+    # Experts are stacked in 3-dimensional tensors, or are a list of modules.
     named = dict(layer.named_parameters())
     stacked = [p.shape for n, p in named.items() if p.ndim == 3 and EXPERTS.search(n) and OTHER_EXPERTS not in n]
     single = [(EXPERTS.split(name)[-1], m * n) for name, m, n in linears if EXPERTS.search(name)]
@@ -206,7 +206,7 @@ def _layer(layer: Any, hidden: int) -> dict[str, float]:
 
 
 def _matrices(part: Any) -> Iterator[tuple[str, int, int]]:
-    """(name, in, out) of every matrix that tokens are multiplied with; adapters are left out."""
+    """(name, in, out) of every matrix that tokens are multiplied with, without adapters."""
     from torch.nn import Embedding, Linear
 
     for name, module in part.named_modules():
@@ -220,7 +220,7 @@ def _matrices(part: Any) -> Iterator[tuple[str, int, int]]:
 
 
 def _beside(tower: str, layers: list[Any], model: Any, tower_of: Callable[[str], str]) -> list[tuple[int, int]]:
-    """Sizes of the matrices of a tower outside of its layers, but for the head."""
+    """(in, out) of the linear layers of a tower outside of `layers`, except the head."""
     from torch.nn import Linear
 
     known = {id(module) for layer in layers for module in layer.modules()} | {id(model.get_output_embeddings())}
@@ -233,7 +233,7 @@ def _beside(tower: str, layers: list[Any], model: Any, tower_of: Callable[[str],
 
 
 def _bridge(model: Any, tower_of: Callable[[str], str]) -> dict[str, Stack]:
-    """Of a model without a tower: patches are projected and nothing more."""
+    """The shape of vision in a model without a tower, which only projects patches."""
     if any(tower_of(name) in SENSES for name, _ in model.named_parameters()):
         return {}
     weights = sum(m * n for name, m, n in _matrices(model) if tower_of(name) == "projector")
@@ -270,7 +270,7 @@ def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], 
     hidden, first = settings.hidden_size if not convolved else convolved[0].shape[0], 0
     if convolved:
         first = convolved[0].numel()
-    elif beside := _beside(sense, layers, model, tower_of):  # patches are cut before a linear layer
+    elif beside := _beside(sense, layers, model, tower_of):  # a linear layer over patches instead
         first = beside[0][0] * beside[0][1]
     later = [module.weight.numel() for module in convolutions[1:]]
     shrinking = accumulate((prod(module.stride) for module in convolutions[1:]), mul)

@@ -1,8 +1,8 @@
-"""FLOPs and bytes of the phases of a step, from its records; and the seconds of a planned one: counted
-work over what a device can do at best, times how much of that is reached.
+"""FLOPs and bytes of the phases of a step, from its records; and seconds of a planned step: its work
+divided by the device's peak and by the fraction of the peak that is reached.
 
-`flops/PHASE` are 1e12 operations that the phase needed, `bytes/rollout` 1e9 bytes that decoding had
-to read; MFU and the share of the bandwidth are these against the peak of the device.
+`flops/PHASE` is in 1e12 operations that the phase needs, `bytes/rollout` in 1e9 bytes that decoding
+has to read; MFU and bandwidth share are these per second, divided by the device's peak.
 
     values |= rl_work(policy, critic, updates, config, algorithm, step)()
 """
@@ -29,29 +29,29 @@ from saccade.trainer import Trainer
 from saccade.types import Group
 
 TERA, GIGA = 1e12, 1e9
-SPEEDS = {  # amount, seconds
+SPEEDS = {  # metric: (amount, seconds)
     "perf/rollout_tokens_per_s": ("count/rollout_tokens", "time/rollout"),
     "perf/update_tokens_per_s": ("count/update_tokens", "time/update"),
     "perf/samples_per_s": ("count/samples", "time/step"),
     "perf/tokens_per_s_per_gpu": ("count/update_tokens", "time/step"),
 }
-# Calibrated on one H200 and taken for every GPU: how much of the peak of a data sheet is reached,
-# of bytes (reading, the optimizer) or of FLOPs.
+# Fraction of the data sheet's peak that is reached, of bandwidth (reading, the optimizer) or of FLOPs;
+# calibrated on one H200 and used for every GPU.
 REACHED = {"reading": 0.8, "decode": 0.5, "prefill": 0.35, "score": 0.47, "optimizer": 0.7}
-# Of an update: the products of matrices, and the attention of the decoder, whose rows are short and gather their keys.
+# In the update: matrix products, and decoder attention, whose rows are short and whose keys are gathered.
 REACHED |= {"update": 0.68, "attention": 0.3}
-# What norms, gates, rotations and sums read and write there, as a multiple of what layers keep; it grows with the width
-# of a model, products with its square, so that a wide one reaches more of the peak.
+# Bytes that norms, gates, rotations and sums read and write in the update, as a multiple of saved activations. They
+# grow with a model's width, matrix products with its square, so a wide model reaches more of the peak.
 MOVED = 12
 REACHED["main memory"] = 0.87  # 55 GB/s in each direction, of pinned memory
-# Seconds of a layer that no peak shortens, kernel after kernel: in a step of decoding few rows or
-# many, beside what it reads, and at least in forward and backward of a micro-batch, which the host hands to the GPU.
+# Seconds per layer that do not depend on the peak (kernel launches): "few" or "many" rows of a decode step, in
+# addition to reading; "update" is the least time of forward and backward of a micro-batch, launched by the host.
 LAYER = {
     "full": {"few": 43e-6, "many": 55e-6, "update": 2.5e-3},
     "lora": {"few": 107e-6, "many": 107e-6, "update": 3.4e-3},
     "qlora": {"few": 268e-6, "many": 268e-6, "update": 13e-3},
 }
-# By model. To look at all parameters of one takes 40 ms, during which no other thread hands kernels to a GPU.
+# By model: iterating over all parameters takes 40 ms, during which no other thread can launch kernels.
 METERS = WeakKeyDictionary[Any, Meter]()
 OPTIMIZER_BYTES = 40  # read and written per trained weight: gradient, clipping, master, moments
 
@@ -67,16 +67,16 @@ def passes(
     warming: bool = False,
     train_step: Callable[..., tuple[float, float]] = Meter.train_step,
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """FLOPs of scoring and training by phase, and those that policy and critic only repeat. A frozen tower
-    encodes an image in the first pass that shows it. `warming`: the critic learns alone. `train_step` may
-    count something else of an update.
+    """FLOPs of scoring and training by phase, and FLOPs of recomputation of policy and critic. A frozen tower
+    encodes an image only in the first pass over it. `warming`: only the critic is trained. `train_step`
+    may measure something else than FLOPs for the update.
     """
     known, frozen, work = False, flops.towers_frozen(policy.training), dict[str, float]()
     if algorithm.old == "recompute":
         work["logp_old"] = policy.score(scored)
         known = frozen
     if algorithm.needs_reference:
-        shared = any(tower.adapters for tower in policy.training.values())  # it is the policy without its adapters
+        shared = any(tower.adapters for tower in policy.training.values())  # then it is the policy without adapters
         reference = replace(policy, training=FROZEN)
         work["logp_ref"] = reference.score(scored, media=not (known and shared))
         known |= frozen and shared
@@ -96,7 +96,7 @@ def passes(
 
 
 def meter(backend: Trainer, repeats: float) -> Meter:
-    """`repeats`: share of the layers that compute their activations again."""
+    """The meter of a trainer's model. `repeats`: share of the layers that recompute their activations."""
     model, tower_of = backend.model, backend.family.tower_of
     if model not in METERS:
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
@@ -121,9 +121,9 @@ def rl_work(
     algorithm: Algorithm,
     step: int,
 ) -> Callable[[], dict[str, float]]:
-    """The work of a step of reinforcement learning behind its rollouts, with the policy `trained` and
-    the critic `judging`. `updates` have their scales. It is counted at once; how much of it was repeated
-    is asked for after the updates, by who calls the result.
+    """The work of a step of reinforcement learning after its rollouts, with the policy `trained`, the critic
+    `judging`, and `updates` with their scales. The work is counted now. Call the returned function after
+    the updates: only then is known how much was recomputed.
     """
     critic = meter(judging, 1.0) if judging is not None else None
     scaled = [part for part in updates if any(batch.scales is not None and batch.scales.any() for batch in part)]
@@ -145,8 +145,8 @@ def offline_work(backend: Trainer, batches: Sequence[Batch]) -> dict[str, float]
 
 
 def rates(metrics: Mapping[str, float], times: Mapping[str, Any], device: Device) -> dict[str, float]:
-    """`perf/…`: what the step counted (`count/…`) for each second of its phases; `perf/mfu_PHASE` and
-    `perf/bandwidth_rollout` over what the device could have done in that time, if its peaks are known.
+    """`perf/…` metrics: counts of the step (`count/…`) per second of their phases; `perf/mfu_PHASE` and
+    `perf/bandwidth_rollout` relative to the device's peaks, if these are known.
     """
     found = {
         name: metrics[count] / times[seconds]
@@ -169,15 +169,15 @@ def rates(metrics: Mapping[str, float], times: Mapping[str, Any], device: Device
 @dataclass(frozen=True, kw_only=True)
 class Pace:
     tflop: dict[str, float]  # 1e12 operations that each phase needs
-    recomputed: float  # those that are repeated in the update
-    seconds: dict[str, float]  # nothing where the device has no known peak
+    recomputed: float  # 1e12 operations of recomputation in the update
+    seconds: dict[str, float]  # by phase; empty if the device's peak is unknown
 
 
 def pace_of(plan: Plan, memory: Memory) -> Pace:
     device, step, train = plan.device, plan.step, plan.config.train
     policy, *critic = meters = [_meter(plan, learner, memory.free) for learner in plan.learners]
     made = flops.generation(policy, step.groups, element=plan.element, four_bit=plan.config.model.train == "qlora")
-    # How often the groups are sampled by this GPU, and their forests computed by those that share them.
+    # Factors from the plan's groups to those that this GPU samples, and to those that its set of GPUs trains on.
     epochs, sampled, times = train.epochs_per_batch, train.prompts_per_step / len(step.groups), step.times
     made_by = partial(passes, *(policy, next(iter(critic), None), step.batches, step.batches), plan.algorithm)
     counted, repeated = made_by(epochs=epochs)
@@ -194,7 +194,7 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     peak, bandwidth, shape = device.tflops * TERA, device.bandwidth * TERA, policy.shape
     least = LAYER.get(plan.config.model.train, LAYER["full"])
     seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
-    if plan.samples:  # as many sequences at once as the pool of keys and values holds
+    if plan.samples:  # with as many sequences at a time as fit into the KV cache
         per_sequence = shape.kv_bytes(plan.element) * step.mean_length + shape.state_bytes
         at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
         steps = max(made.longest, made.sampled * sampled / at_once)
@@ -209,23 +209,23 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     stepped = updates * OPTIMIZER_BYTES * weights * plan.share("state") / (bandwidth * REACHED["optimizer"])
     timed, _ = made_by(epochs=epochs, train_step=partial(_forests_seconds, plan, peak, bandwidth))
     seconds["update"] = stepped + times * timed["update"]
-    if train.offload and device.host is not None:  # both directions at once
+    if train.offload and device.host is not None:  # both directions run at the same time
         kept = sum(state_sizes(plan).values()) * weights * plan.share("state")
         seconds["offload"] = updates * kept / (device.host * GIGA * REACHED["main memory"])
     if gpus > 1:
         links = device.link, device.network
         forests = epochs * times * len(step.batches)
         divided = [learner.weights for learner in plan.learners if plan.divides(learner)]
-        adapters = policy.trained if plan.config.model.train in ADAPTED else 0  # whole on every GPU
+        adapters = policy.trained if plan.config.model.train in ADAPTED else 0  # replicated on every GPU
         trained, own = weights - adapters, policy.trained - adapters
-        # A copy that was given back lost what is frozen, too.
+        # With offload, the copy for generation was freed, so frozen weights are gathered again, too.
         copied = (policy.weights if train.offload else plan.element * own) * plan.divides(plan.policy) * plan.samples
         sizes = Sizes(sums=4 * trained, trained=plan.element * trained, divided=sum(divided), copied=copied)
         sent: Any = {"updates": updates, "forests": forests, "layers": shape.text.layers, "compute": seconds["update"]}
         layout = plan.layout if divided else "whole"
         seconds["exchange"] = exchange_seconds(layout, sizes, links, gpus=gpus, **sent)
         seconds["exchange"] += updates * collective_seconds((4 + plan.element) * adapters, links, gpus=gpus)
-        # Where GPUs share a forest: queries, keys, values and results of attention.
+        # If GPUs share a forest, they exchange queries, keys, values and outputs of attention.
         scored = len(work.keys() - {"rollout", "update"})
         passed = sum(
             batch.tokens * (scored + sum(epochs * (2 + meter.repeats(batch)) for meter in meters))
@@ -241,13 +241,13 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
 def _forests_seconds(
     plan: Plan, peak: float, bandwidth: float, learner: ModelSize, batches: Sequence[Batch], *, media: bool
 ) -> tuple[float, float]:
-    """Forward and backward, forest by forest and tower by tower: what the GPU computes and moves, or, if that takes
-    longer, what the host takes to hand it the kernels. It gets little ahead of the GPU, so a small tower waits for it
-    whatever a large decoder does. Backward is two thirds of what a layer takes that recomputes nothing.
+    """Seconds of forward and backward, summed over forests and towers: compute and memory traffic of the GPU, or the
+    host's time to launch the kernels, if that is longer. The maximum is per tower, as the host is never far ahead of
+    the GPU. Backward is two thirds of the time without recomputation, which adds another forward.
     """
     least, found = LAYER.get(plan.config.model.train, LAYER["full"]), 0.0
     works = learner.learn(batches, media=media)
-    frozen = works[len(batches) :]  # what their towers encode once is as much in each forest
+    frozen = works[len(batches) :]  # media that frozen towers encode once; divided evenly among the forests
     for batch, (useful, again) in zip(batches, works, strict=False):
         run = 1 + learner.repeats(batch) / 3
         passed = {tower.name: tower for tower in memory_items.passed_towers(plan, learner, batch)}
@@ -258,18 +258,18 @@ def _forests_seconds(
                 tower = part.partition("/")[0]
                 spent[tower if tower in learner.shape.senses else "llm"] += share * count / (peak * reached)
         for name, computed in spent.items():
-            if not computed:  # it sees or hears nothing
+            if not computed:  # there are no media for this tower
                 continue
             stack = learner.shape.senses.get(name, learner.shape.text)
             moved = MOVED * run * passed[name].layers * passed[name].kept if name in passed else 0.0
-            each = (least if name == "llm" else LAYER["full"])["update"]  # adapters are in the decoder
+            each = (least if name == "llm" else LAYER["full"])["update"]  # only the decoder has adapters
             handed = stack.layers * each * (run if name in passed else 1 / 3)
             found += max(computed / plan.together + moved / (bandwidth * REACHED["optimizer"]), handed)
     return found, 0.0
 
 
 def _meter(plan: Plan, learner: ModelSize, free: float) -> ModelSize:
-    """The learner, which knows how much of a batch it computes again with so many GiB free."""
+    """The learner, with `repeats` set to the share of layers that recompute with this many GiB free."""
     left = free - total(memory_items.beside_activations(plan, learner))
     keeping, layers = partial(memory_items.layers_that_keep, plan, learner, free=left), learner.shape.text.layers
     return replace(learner, repeats=lambda batch: 1 - keeping(batch).layers[0] / layers)

@@ -1,3 +1,3 @@
-"""What a GPU in half precision runs instead: fused layers, and many steps of decoding in one CUDA
-graph over small pages.
+"""GPU code for models in half precision: fused layers, and decoding steps that are captured as CUDA
+graphs and read a paged KV cache.
 """

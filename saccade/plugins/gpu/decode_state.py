@@ -1,5 +1,5 @@
-"""The state of the sequences that decode together, as the device reads it: int64 fields [FIELDS,
-B], and temperature and top_p [2, B]. An idle row has length -1.
+"""The device-side state of a batch of decoding sequences: int64 fields [FIELDS, B]; temperature and
+top_p [2, B] are separate. An idle row has length -1.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import numpy as np
 from saccade.engines.embedded.sampling import cuts
 from saccade.engines.embedded.sequences import Sequence
 
-# token: to be read next; length: tokens before it in the pages; position: its position id; index:
-# of the token that will be drawn, in its noise; key: of the noise; remaining: tokens still to draw;
-# stops: whether an end-of-turn id ends it; top_k: of truncated sampling; support: whether the ids
-# that it keeps are asked for; shared: tokens that its prefix group reads for it; row: where recurrent
-# layers keep its state.
+# token: the next input id; length: tokens before it in the pages; position: its position id; index:
+# number of the token to sample, for its noise; key: seed of the noise; remaining: tokens still to sample;
+# stops: whether an end-of-turn id ends the row; top_k: of truncated sampling; support: whether to
+# return the ids that truncated sampling keeps; shared: tokens that its prefix group reads for it; row:
+# its row in the states of recurrent layers.
 FIELDS = 11
 TOKEN, LENGTH, POSITION, INDEX, KEY, REMAINING, STOPS, TOP_K, SUPPORT, SHARED, ROW = range(FIELDS)
-# Rows for which one kernel reads both matrices of a gate; for more, two products are as fast.
+# Up to this many rows, one kernel reads gate_proj and up_proj; for more, two matrix products are as fast.
 FEW_ROWS = 64
 BUCKETS = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
 def bucket(rows: int) -> int:
-    """Batch sizes that are captured: a few of them, and little padding."""
+    """Batch size to pad `rows` to: few sizes have to be captured, with little padding."""
     return next((size for size in BUCKETS if size >= rows), -(-rows // 128) * 128)
 
 
 def rows_of(
     sequences: SequenceOf[Sequence], tokens: np.ndarray, shared: np.ndarray, states: np.ndarray, padded: int
 ) -> np.ndarray:
-    """[FIELDS, padded], with idle rows behind the sequences; `tokens`: the last one of each; `states`: the rows of
-    their states.
+    """[FIELDS, padded], with idle rows after the sequences. [B] arrays: `tokens`, the last ones; `shared`, tokens that
+    prefix groups read; `states`, rows of recurrent states.
     """
     rows = []
     for s, token, alike, row in zip(sequences, *(x.tolist() for x in (tokens, shared, states)), strict=True):
@@ -46,8 +46,8 @@ def rows_of(
 
 
 def members_of(group: int, size: int = 128) -> int:
-    """Rows whose common beginning one program reads, of `group` query heads for each key head of this
-    size: their queries make up one tile, of half as many where heads are large.
+    """Most rows for which one program reads the common prefix, with `group` query heads per key head of
+    this `size`. Their queries form one tile, which has half as many rows for heads larger than 256.
     """
     return min(16, max(1, (64 if size <= 256 else 32) // group))
 
@@ -55,11 +55,11 @@ def members_of(group: int, size: int = 128) -> int:
 def find_prefix_groups(
     table: np.ndarray, lengths: np.ndarray, *, page: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Neighbours that begin with the same pages: [3, groups] of first row, rows (at most `most`),
-    and shared tokens; and the shared tokens of each row [B].
+    """Find adjacent rows whose first pages are the same. Returns [3, groups] (first row, number of rows,
+    which is at most `most`, shared tokens) and the shared tokens of each row [B].
     """
     full = lengths // page
-    alike = np.cumprod(table[1:] == table[:-1], axis=1).sum(1)  # leading pages of two neighbours
+    alike = np.cumprod(table[1:] == table[:-1], axis=1).sum(1)  # equal leading pages of adjacent rows
     alike = np.minimum(alike, np.minimum(full[1:], full[:-1]))
     shared = np.zeros(len(table), dtype=np.int64)
     found = []

@@ -1,8 +1,8 @@
-"""Norms, gated layers and rotary embeddings of a model in half precision on a GPU: the same
-functions in fewer passes over memory, and with less kept for backward.
+"""Fused norms, gated layers and rotary embeddings for models in half precision on a GPU: the same
+functions with fewer passes over memory, and fewer activations saved for backward.
 
-A part is exchanged only after its own forward and the fused one have been compared; other devices
-and types run its own. Knows nothing of families.
+A module is replaced only if its own forward and the fused one agree on random inputs; on other devices
+and dtypes it runs its own forward. Knows nothing of families.
 
     fuse(model)
 """
@@ -24,13 +24,13 @@ from saccade.forest.device_ops import has_kernels
 
 
 class Exchange(NamedTuple):
-    width_of: Callable[[Any], int | None]  # of the input of a module that may be of the kind, else None
+    width_of: Callable[[Any], int | None]  # input width of a module if it may be of this kind, else None
     forward: Callable[[Any, Tensor], Tensor]
-    how: Mapping[str, bool]  # options of the kernels that decode
+    how: Mapping[str, bool]  # options for the decoding kernels (fused_decode.py)
 
 
 class Turn(NamedTuple):
-    """What a rotary function does, as `rotate` is told; `part`: also where only a part of a head turns."""
+    """Options of `rotate` that reproduce a rotary function; `part`: it may rotate only a part of each head."""
 
     part: bool = False
     pairs: bool = False
@@ -41,7 +41,7 @@ HALVES = Turn()
 
 
 def fuse(model: Any, part: nn.Module | None = None) -> list[str]:
-    """Exchange what can be, of all modules or those of a part; the names of the classes and functions that were."""
+    """Fuse all modules, or those of `part`, where possible. Returns the names of the replaced classes and functions."""
     if not _applies(torch.empty(0, device=model.device, dtype=model.dtype)):
         return []
     exchanged = set(_fuse_rotary(model))
@@ -49,7 +49,7 @@ def fuse(model: Any, part: nn.Module | None = None) -> list[str]:
         kind = type(module)
         for number, row in enumerate(FUSED):
             width = None if hasattr(kind, "plain") else row.width_of(module)
-            # Each of them: modules of one class may differ (Gemma 3n's gates are sparse in some layers).
+            # Compared for each module: those of one class may differ (Gemma 3n's gates are sparse in some layers).
             if width is not None and _agrees(module, row.forward, width, model):
                 module.__class__ = _fused_class(kind, number)  # type: ignore[arg-type]
                 exchanged.add(kind.__name__)
@@ -73,13 +73,13 @@ def _applies(x: Tensor) -> bool:
 
 @torch.no_grad()
 def _agrees(module: nn.Module, forward: Callable[[Any, Tensor], Tensor], width: int, model: Any) -> bool:
-    # Rows with a mean, which a layer norm takes away, and small ones, where an epsilon counts.
+    # Rows with a nonzero mean, which a layer norm subtracts, and small rows, where epsilon matters.
     sizes = torch.tensor([1.0, 3.0, 0.3, 0.001], device=model.device, dtype=model.dtype)[:, None]
     x = (_random((1, 4, width), model) + 1) * sizes
     try:
         return _near(forward(module, x), module(x))
     except (RuntimeError, TypeError, ValueError):
-        return False  # it is called in another way
+        return False  # it takes other arguments
 
 
 def _random(shape: tuple[int, ...], model: Any) -> Tensor:
@@ -88,7 +88,7 @@ def _random(shape: tuple[int, ...], model: Any) -> Tensor:
 
 
 def _near(found: Tensor, wanted: Tensor) -> bool:
-    """A few roundings apart at most."""
+    """Whether two tensors differ by no more than a few roundings."""
     limit = 8 * torch.finfo(wanted.dtype).eps
     return bool((found.float() - wanted.float()).norm() <= limit * wanted.float().norm())
 
@@ -104,7 +104,7 @@ def epsilon_of(norm: Any) -> float | None:
 def _norm_width(module: Any) -> int | None:
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     if names not in (["weight"], []) or epsilon_of(module) is None or len(signature(module.forward).parameters) != 1:
-        return None  # one with a gate takes it as a second argument
+        return None  # a gated norm takes the gate as a second argument
     return module.weight.shape[-1] if names else 64
 
 
@@ -121,7 +121,7 @@ def _shifted_norm(self: Any, x: Tensor) -> Tensor:
 
 
 class _ShiftedNorm(torch.autograd.Function):
-    """Times 1 + weight. torch has none whose weight is of another type than its input, and the sum is."""
+    """RMS norm times 1 + weight. torch's needs a weight of the input's dtype, and 1 + weight is float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -156,8 +156,8 @@ def _gated_width(function: Callable[[Tensor], Tensor], module: Any) -> int | Non
 def _gated(self: Any, x: Tensor, gelu: bool = False) -> Tensor:
     gate, up, down = self.gate_proj, self.up_proj, self.down_proj
     if not all(type(layer) is nn.Linear for layer in (gate, up, down)):
-        return down(_Gate.apply(gate(x), up(x), gelu))  # adapters or quantised: they have own forwards
-    # Matrices whose rows are no multiple of 16 bytes go through kernels of half the speed.
+        return down(_Gate.apply(gate(x), up(x), gelu))  # adapters and quantised layers have their own forwards
+    # Pad: products with matrices whose rows are no multiple of 16 bytes run at half the speed.
     missing = -gate.out_features % 8
     if not missing:
         return _GatedLinear.apply(gate(x), up(x), down.weight, down.bias, gelu)
@@ -186,7 +186,7 @@ class _Gate(torch.autograd.Function):
 
 
 class _GatedLinear(torch.autograd.Function):
-    """The product that enters the matrix is made again in backward rather than kept."""
+    """The gated product and `down_proj`; backward recomputes the gated product, which is not saved."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
@@ -212,7 +212,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def _fuse_rotary(model: Any) -> list[str]:
-    """Attention modules call these functions by their name in the file that defines them."""
+    """Replace the rotary functions in the modeling files: attention modules look them up there by name."""
     files = {sys.modules[type(module).__module__] for module in model.modules()}
     found = []
     for file in files:
@@ -235,14 +235,14 @@ def _turns_alike(plain: Any, fused: Any, arguments: list[Tensor]) -> bool:
     try:
         return all(all(map(_near, fused(*given, **how), plain(*given, **how))) for given, how in cases)
     except (RuntimeError, TypeError, ValueError):
-        return False  # it is called in another way
+        return False  # it takes other arguments
 
 
 def _rotary(
     plain: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, how: Turn = HALVES, **options: Any
 ) -> Any:
-    """q and k [1, H, T, D], or [1, T, H, D] if unsqueeze_dim is 2; cos and sin [1, T, D], or narrower where a part of
-    each head turns.
+    """q and k [1, H, T, D], or [1, T, H, D] if unsqueeze_dim is 2; cos and sin [1, T, D], or narrower if only a part
+    of each head is rotated.
     """
     axis = _axis_of_heads(q, cos, more, options, how.part)
     if axis is None:
@@ -252,7 +252,7 @@ def _rotary(
 
 
 def _single_rotary(plain: Any, x: Tensor, cos: Tensor, sin: Tensor, *more: Any, **options: Any) -> Any:
-    """The same for one tensor."""
+    """As `_rotary`, for one tensor."""
     axis = _axis_of_heads(x, cos, more, options)
     if axis is None:
         return plain(x, cos, sin, *more, **options)
@@ -262,7 +262,7 @@ def _single_rotary(plain: Any, x: Tensor, cos: Tensor, sin: Tensor, *more: Any, 
 
 
 def _axis_of_heads(x: Tensor, cos: Tensor, more: Any, options: Mapping[str, Any], part: bool = False) -> int | None:
-    """None: called in a way that is not fused."""
+    """The option unsqueeze_dim (1 or 2); None if the kernel does not support these arguments."""
     axis = options.get("unsqueeze_dim", 1)
     usual = not more and options.keys() <= {"unsqueeze_dim"} and x.ndim == 4 and axis in (1, 2) and _applies(x)
     if not usual or len(x) != 1 or cos.shape[:-1] != (1, x.shape[3 - axis]):
@@ -294,7 +294,7 @@ class _Rotate(torch.autograd.Function):
         return *turned, None, None, None
 
 
-# The first row wins whose forward gives what a module gives.
+# A module gets the first forward that agrees with its own.
 FUSED = (
     Exchange(_norm_width, _norm, {}),
     Exchange(_norm_width, _shifted_norm, {"shift": True}),
@@ -309,7 +309,7 @@ FUSED = (
 BOTH = ((1, 4, 6, 32), (1, 2, 6, 32), (1, 6, 32), (1, 6, 32))
 PART = (*BOTH[:2], (1, 6, 12), (1, 6, 12))
 TURNS = (Turn(part=True), Turn(part=True, pairs=True), HALVES, Turn(pairs=True))
-# name, its first parameter, fused function of the plain one and its arguments, cases of shapes to compare on
+# (name, its first parameter, fused function, called with the plain one and its arguments, shapes of test inputs)
 ROTARY: tuple[tuple[str, str, Callable[..., Any], tuple[tuple[tuple[int, ...], ...], ...]], ...] = (
     *(
         ("apply_rotary_pos_emb", "q", functools.partial(_rotary, how=how), (BOTH, PART) if how.part else (BOTH,))

@@ -1,14 +1,14 @@
 """Fewer and larger kernels while the engine runs a model.
 
-When few tokens are decoded, many kernels take longer to start than to run, and a small product
+When few tokens are decoded, many kernels take longer to launch than to run, and a small matrix product
 takes as long as a large one. `Projections`: queries, keys and values come from one product instead
-of three, and the adapters of layers that read the same input from one narrow product together and
-one wide one each, which also adds to the layer's output. The engine keeps such matrices side by
-side, a twentieth of the weights, and copies them again whenever they may have changed; what is
-quantised stays so. `fused_forwards`: a sum and the norm that follows it are one kernel, with the norm
-before it where there is one, also across layers: the sum that ends a layer is normed for the next one.
-For few rows, the two halves of a gated layer and their product are one kernel, too. Layers of another
-build keep their forward.
+of three. LoRA adapters of layers that read the same input share one product with all A matrices; each
+B product also adds the layer's output. The engine keeps concatenated copies of these matrices, 5% of
+the weights, and refreshes them whenever the weights may have changed; quantised layers are not
+concatenated. `fused_forwards`: a residual addition, the norm after it and, if there is one, the norm
+before it are one kernel, also across layers: the last addition of a layer computes the next layer's
+input norm. For few rows, gate_proj, up_proj and their gated product are one kernel, too. Layers of
+another structure keep their forward.
 
     projections.refresh()
     with projections.joined(), swapped_forwards(fused_forwards(model)): model(...)
@@ -31,9 +31,9 @@ from saccade.plugins.gpu.fused import epsilon_of
 NAMES = ("q_proj", "k_proj", "v_proj")
 GATES = ("in_proj_b", "in_proj_a")  # of a recurrent layer
 RECURRENT = (("in_proj_qkv", "in_proj_z"), GATES, ("out_proj",))
-LATENTS = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))  # of latent attention: one of them
+LATENTS = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "kv_a_proj_with_mqa"))  # latent attention has one of these
 JOINED = (NAMES, GATES, *LATENTS)
-READERS = (  # of one input each
+READERS = (  # groups of layers that read the same input
     *(NAMES, *LATENTS, ("q_b_proj",), ("kv_b_proj",), ("o_proj",), *RECURRENT),
     *(("gate_proj", "up_proj"), ("down_proj",)),
 )
@@ -80,8 +80,8 @@ class Projections:
 
 @contextmanager
 def swapped_forwards(forwards: Sequence[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Inside, these modules have these forwards."""
-    # Past the setter of nn.Module, which is slow: this happens at every poll.
+    """Context manager in which these modules have these forwards."""
+    # Sets __dict__ directly, as nn.Module.__setattr__ is slow and this runs at every poll.
     before = [module.__dict__.get("forward") for module, _ in forwards]
     try:
         for module, forward in forwards:
@@ -102,7 +102,7 @@ def _joinable(parts: tuple[Any, ...]) -> bool:
 
 
 def _adapted(part: Any) -> bool:
-    """Exactly one adapter, of the plain kind, in use."""
+    """Whether exactly one adapter is active, unmerged and plain LoRA."""
     active = getattr(part, "active_adapters", ())
     return (
         len(active) == 1
@@ -114,7 +114,7 @@ def _adapted(part: Any) -> bool:
 
 
 class _Shared:
-    """Layers that read the same input: the first one asked computes for all of them."""
+    """Layers that read the same input: the call of the first one computes the results of all."""
 
     refresh: Callable[[], None]
     _compute: Callable[[Tensor], tuple[Tensor, ...]]
@@ -138,7 +138,7 @@ class _Shared:
 
 
 class _Joined(_Shared):
-    """Queries, keys and values as columns of one product."""
+    """Linear layers computed as one matrix product and split."""
 
     def __init__(self, parts: tuple[nn.Linear, ...]) -> None:
         super().__init__(parts)
@@ -157,7 +157,7 @@ class _Joined(_Shared):
 
 
 class _Adapters(_Shared):
-    """Adapters: y = below(x) + (x A) B, with all A side by side and the scale in B."""
+    """LoRA adapters: y = below(x) + (x A) B, with all A concatenated and B multiplied by the scale."""
 
     def __init__(self, parts: tuple[Any, ...], below: list[Any]) -> None:
         super().__init__(parts)
@@ -192,7 +192,7 @@ class _Adapters(_Shared):
 
 
 def fused_forwards(model: nn.Module) -> list[tuple[nn.Module, Forward]]:
-    """Modules, and the forwards to swap in while a step decodes."""
+    """Modules with the forwards to swap in during decoding."""
     found: list[tuple[nn.Module, Forward]] = []
     for stack in model.modules():
         layers, norm = getattr(stack, "layers", None), getattr(stack, "norm", None)
@@ -215,13 +215,13 @@ def _of_stack(layers: Any, norm: Any) -> list[tuple[nn.Module, Forward]]:
             (part, _rows_normed(part))
             for layer in layers
             for part in (layer.self_attn.children() if hasattr(layer, "self_attn") else ())
-            if getattr(type(part), "how", None) == {}  # by torch; others have a kernel
+            if getattr(type(part), "how", None) == {}  # RMS norms that `fuse` runs with torch
         ),
     ]
 
 
 def _parts(layer: Any) -> frozenset[str]:
-    """A recurrent part stands where others have attention."""
+    """Names of the submodules; a recurrent one counts as attention."""
     return frozenset("self_attn" if name == "linear_attn" else name for name, _ in layer.named_children())
 
 
@@ -229,8 +229,8 @@ def _parts(layer: Any) -> frozenset[str]:
 
 
 class PrecomputedNorm:
-    """What a norm gives for the sum that was computed last, recognised by identity: no model writes
-    into a state between two layers while it decodes.
+    """Keeps the norm of the sum computed last, and recognises that sum by identity: no model changes
+    hidden states in place between two layers while it decodes.
     """
 
     def __init__(self, norm: Any) -> None:
@@ -262,7 +262,7 @@ def _layer(layer: Any, following: PrecomputedNorm) -> Forward:
 
 
 def _parallel_layer(layer: Any, following: PrecomputedNorm) -> Forward:
-    """Attention and the gated layer read the same norm (Cohere)."""
+    """Attention and the gated layer read the same normed input (Cohere)."""
 
     def forward(hidden_states: Tensor, **options: Any) -> Tensor:
         normed = layer.input_layernorm(hidden_states)
@@ -273,8 +273,8 @@ def _parallel_layer(layer: Any, following: PrecomputedNorm) -> Forward:
 
 
 def _sandwich_layer(layer: Any, following: PrecomputedNorm) -> Forward:
-    """Norms before and behind each part (Gemma 2 and later), perhaps a factor of the layer and an input
-    that each layer has for itself (Gemma 4).
+    """Norms before and after attention and MLP (Gemma 2 and later), optionally with a factor per layer and
+    with per-layer inputs (Gemma 4).
     """
 
     def forward(hidden_states: Tensor, per_layer_input: Tensor | None = None, **options: Any) -> Tensor:
@@ -285,7 +285,7 @@ def _sandwich_layer(layer: Any, following: PrecomputedNorm) -> Forward:
         )
         made, last = layer.mlp(normed), layer.post_feedforward_layernorm
         if per_layer_input is not None:
-            hidden, _ = _add_norm(hidden, made, last, before=last)  # one kernel, although nobody asks for its norm
+            hidden, _ = _add_norm(hidden, made, last, before=last)  # one kernel, although the norm is not used
             gate = layer.act_fn(layer.per_layer_input_gate(hidden))
             made, last = layer.per_layer_projection(gate * per_layer_input), layer.post_per_layer_input_norm
         return following.add(hidden, made, before=last, factor=getattr(layer, "layer_scalar", None))
@@ -294,7 +294,7 @@ def _sandwich_layer(layer: Any, following: PrecomputedNorm) -> Forward:
 
 
 def _rows_normed(norm: Any) -> Forward:
-    """The norm of heads: torch copies those of a joined product before it norms them."""
+    """The norm of query or key heads with our kernel: torch's copies views of a joined product first."""
     from saccade.plugins.gpu.norm import norm_rows
 
     epsilon: Any = epsilon_of(norm)
@@ -304,10 +304,10 @@ def _rows_normed(norm: Any) -> Forward:
 def _add_norm(
     x: Tensor, y: Tensor, norm: Any, *, also: Tensor | None = None, before: Any = None, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sum, of y normed by `before` and of `also`, times `factor`, and the norm of that."""
+    """Returns total = (x + before(y) + also) * factor, each of these optional, and norm(total)."""
     norms = [norm] if before is None else [norm, before]
     hows = [getattr(type(n), "how", None) for n in norms]
-    if hows[0] is not None and hows[0] == hows[-1]:  # proved to be norms that the kernel knows, on a GPU
+    if hows[0] is not None and hows[0] == hows[-1]:  # `fuse` has found that the kernel computes these norms
         from saccade.plugins.gpu.norm import add_norm
 
         weights: list[tuple[Any, Any]] = [(n.weight, epsilon_of(n)) for n in norms]
@@ -332,7 +332,7 @@ def _usual(layer: Any) -> bool:
 
 @torch.no_grad()
 def _agrees(layer: Any, build: Callable[[Any, PrecomputedNorm], Forward]) -> bool:
-    """Whether its forward adds and norms in this order, found with two stand-ins."""
+    """Whether `build` agrees with the layer's forward, with stand-ins for attention (or recurrence) and MLP."""
     weight = layer.input_layernorm.weight
     drawn = torch.randn((1, 4, weight.shape[-1]), generator=torch.Generator().manual_seed(0))
     x = drawn.to(weight.device, weight.dtype)
@@ -347,7 +347,7 @@ def _agrees(layer: Any, build: Callable[[Any, PrecomputedNorm], Forward]) -> boo
         try:
             own = layer(x, *more, attention_mask=None, position_embeddings=None)
         except (AttributeError, TypeError, ValueError, RuntimeError):
-            return False  # it calls its parts in another way
+            return False  # it calls its submodules with other arguments
         ours = build(layer, PrecomputedNorm(layer.input_layernorm))(x, *more)
     return isinstance(own, Tensor) and torch.allclose(ours, own, rtol=0.02, atol=0.02)
 
@@ -356,7 +356,7 @@ def _agrees(layer: Any, build: Callable[[Any, PrecomputedNorm], Forward]) -> boo
 
 
 def _projectable(mlp: Any) -> bool:
-    if not hasattr(type(mlp), "how"):  # proved to be gated by a function that the kernel knows, on a GPU
+    if not hasattr(type(mlp), "how"):  # set by `fuse`, if the kernel computes this gated layer
         return False
     from saccade.plugins.gpu.gate import TILE
 

@@ -1,10 +1,10 @@
-"""silu(gate) * up in one pass, and both gradients together with the product in another: a gated
-layer has to keep the gate and the other half for its backward, not what follows from them. `gelu`:
-the gate is open as that function is, in the form with tanh.
+"""Triton kernels of silu(gate) * up: one pass for the product, and one that recomputes it together with
+both gradients, so that a gated layer saves only gate and up for backward. `gelu`: GELU in its tanh
+form replaces silu.
 
     product = multiply(gate, up)
 
-Without a gradient and for few rows, the products that lead there are part of it: project(x, …).
+For few rows and without gradients, project(x, …) also computes gate and up.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 2048
-TILE = 64  # of project
+TILE = 64  # columns and inner dimension of a tile of `project`
 
 
 def multiply(gate: Tensor, up: Tensor, *, gelu: bool = False) -> Tensor:
@@ -26,7 +26,7 @@ def multiply(gate: Tensor, up: Tensor, *, gelu: bool = False) -> Tensor:
 
 
 def gradients(gate: Tensor, up: Tensor, to_product: Tensor, *, gelu: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """The product once more, the gradient of the gate and that of the other half."""
+    """Returns the product again, and the gradients of gate and up."""
     gate, up, to_product = gate.contiguous(), up.contiguous(), to_product.contiguous()
     product, to_gate, to_up = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(up)
     grid = (triton.cdiv(gate.numel(), BLOCK),)
@@ -66,7 +66,7 @@ def _gradients(
 
 @triton.jit
 def _open(g, GELU: tl.constexpr):  # pragma: no cover - runs on the GPU
-    """How far the gate is: (1 + tanh(z)) / 2 is the sigmoid of 2 z."""
+    """silu(g) / g or gelu(g) / g; for the latter, (1 + tanh(z)) / 2 is sigmoid(2 z)."""
     if GELU:
         g = 1.5957691216057308 * (g + 0.044715 * g * g * g)
     return tl.sigmoid(g)
@@ -74,16 +74,16 @@ def _open(g, GELU: tl.constexpr):  # pragma: no cover - runs on the GPU
 
 @triton.jit
 def rounded(value, like):  # pragma: no cover - runs on the GPU
-    """As a kernel of its own would leave it, in the type that `like` points to."""
+    """Round to the dtype that `like` points to, as storing an intermediate result would."""
     return value.to(like.dtype.element_ty).to(tl.float32)
 
 
-# -- the products that lead to both halves ---------------------------------------------------------
+# -- gated product of two matrix products ----------------------------------------------------------
 
 
 def project(x: Tensor, gate: Tensor, up: Tensor, *, gelu: bool = False) -> Tensor:
-    """silu(x gateᵀ) * (x upᵀ) of few rows, x [M, K], gate and up [N, K]: such a product takes as
-    long as its matrices are read, and one kernel reads both. K and N are multiples of TILE.
+    """silu(x gateᵀ) * (x upᵀ) for few rows, x [M, K], gate and up [N, K]. The time is that of reading
+    both matrices, so one kernel reads both. K and N must be multiples of TILE.
     """
     rows, width = x.shape
     out = torch.empty((rows, gate.shape[0]), dtype=x.dtype, device=x.device)

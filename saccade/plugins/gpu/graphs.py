@@ -1,10 +1,10 @@
-"""Decoding without the host: one CUDA graph per batch size holds a whole step, from the embedding
-to the drawn token and the state of the next step, and is replayed many times before the host reads.
+"""Decoding with CUDA graphs: one graph per batch size holds a whole step, from the embedding to the
+sampled token and the state of the next step, and is replayed many times before the host reads tokens.
 
 Rows are uploaded before a burst and advance on the device; a row that ends stays idle until the
-host takes it out. Weights are the trainer's and change in place, so graphs stay valid; when a
-tensor has moved they are captured again. On a CPU (tests), and where a model cannot be captured
-because it waits for the device in the middle of a step, the step simply runs.
+host removes it. Weights are the trainer's and change in place, so graphs stay valid; if a tensor
+has moved they are captured again. On a CPU (tests), and for a model that synchronises with the
+device within a step and so cannot be captured, steps run without graphs.
 
     graphs.launch(ready, tokens, table, steps=16)
     ids, logprobs = graphs.read()
@@ -40,25 +40,25 @@ from saccade.types import Sampling
 
 log = logging.getLogger(__name__)
 
-STEPS_PER_SYNC = 16  # steps of a burst, after which the host reads what was drawn
-MAX_BURST = 64  # where no row can end before
-# Programs of one attention call for the rows and for the prefix groups: enough to keep every
-# multiprocessor of a large GPU busy.
+STEPS_PER_SYNC = 16  # steps of a burst, after which the host reads the sampled tokens
+MAX_BURST = 64  # steps of a burst in which no row can end early
+# Programs of one attention call, for the rows and for the prefix groups: enough to occupy every
+# multiprocessor of a large GPU.
 ROW_PROGRAMS, PREFIX_PROGRAMS = 256, 256
 MOST_ROW_SPLITS, MOST_PREFIX_SPLITS = 32, 4
-# Tokens of the longest row, and parts of it at least: one program would read them alone while others wait.
+# (tokens of the longest row, least parts of a row): undivided, one program would read it while others wait.
 LONG_ROWS = ((2048, 1), (16384, 8), (math.inf, MOST_ROW_SPLITS))
-COLUMNS = 256  # pages of a sequence; longer ones have graphs captured again
-# Ids that truncated sampling keeps in a burst. A sequence that finds no room waits for the next.
+COLUMNS = 256  # pages of a sequence; for a longer one graphs are captured again
+# Room for the ids that truncated sampling keeps in a burst. A row that overflows it continues in the next.
 KEPT = 16 << 20
 
 
 class Shape(NamedTuple):
-    """What is captured once."""
+    """Key of a captured graph."""
 
     rows: int
     cutting: bool  # with truncated sampling
-    parts: int  # of a row, at least
+    parts: int  # least parts of a row in attention
 
 
 class Graphs:
@@ -82,17 +82,17 @@ class Graphs:
         self.step_index = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.ids = torch.zeros((MAX_BURST, count), dtype=torch.int64, device=self.device)
         self.logprobs = torch.zeros((MAX_BURST, count), dtype=torch.float32, device=self.device)
-        self._support: sampling_kernels.Support | None = None  # made when ids are cut away
+        self._support: sampling_kernels.Support | None = None  # allocated for the first truncated sampling
         self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
         if self.device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()  # shared by all that are captured
-            self._aside = torch.cuda.Stream()  # one for all: libraries keep memory per stream
+            self._pool = torch.cuda.graph_pool_handle()  # shared by all graphs
+            self._aside = torch.cuda.Stream()  # the same for all graphs: libraries keep workspaces per stream
         self._addresses: tuple[int, ...] = ()
         self._launched = (0, 0)
 
     @staticmethod
     def steps(ready: Sequence[sequences.Sequence]) -> int:
-        """Steps to run before the host reads: many where no row can end before its limit."""
+        """Steps to run before the host reads: more if no row can end before its token limit."""
         limits = [s.remaining for s in ready]
         settings = {s.request.sampling for s in ready}
         open_ended = any(x.stop or not x.ignore_eos for x in settings)
@@ -100,8 +100,8 @@ class Graphs:
         return min(far, MAX_BURST, max(limits))
 
     def launch(self, ready: Sequence[sequences.Sequence], tokens: np.ndarray, table: np.ndarray, steps: int) -> None:
-        """Start `steps` steps of the sequences; nothing waits for them. `tokens` [B]: the last one
-        of each; `table` [B, pages].
+        """Launch `steps` decode steps without waiting for them. `tokens` [B]: the last one of each
+        sequence; `table` [B, pages].
         """
         settings = [s.request.sampling for s in ready]
         cutting, count = any(map(cuts, settings)), len(ready)
@@ -111,7 +111,7 @@ class Graphs:
         prefix_groups, shared = fields.find_prefix_groups(table, lengths, page=PAGE, most=self.members)
         longest = (lengths - shared).max() + steps
         parts = next(parts for tokens, parts in LONG_ROWS if longest <= tokens)
-        anyway = _row_splits(padded, self._key_heads)  # few rows are divided more
+        anyway = _row_splits(padded, self._key_heads)  # few rows are divided into this many in any case
         step = self._step_of(Shape(padded, cutting, parts if parts > anyway else 1))
         described = np.zeros((3, padded // 2), dtype=np.int64)
         described[:, : prefix_groups.shape[1]] = prefix_groups
@@ -134,7 +134,7 @@ class Graphs:
         return (self.ids[:steps, :count].cpu().numpy(), self.logprobs[:steps, :count].cpu().numpy())
 
     def read_support(self) -> Callable[[int, int], np.ndarray]:
-        """(step, row) → ids that were kept for what was drawn there, in the last burst."""
+        """A function (step, row) → ids that truncated sampling kept there, in the last burst."""
         steps, count = self._launched
         cursor, kept, spans = self._room_for_support()
         first, length = spans[:steps, :, :count].cpu().numpy().transpose(1, 0, 2)
@@ -142,7 +142,7 @@ class Graphs:
         return lambda step, row: ids[first[step, row] :][: length[step, row]].copy()
 
     def draw(self, logits: Tensor, lines: Tensor | None, sampling: Sampling, keys: Tensor, index: Tensor) -> Drawn:
-        """First tokens, from the given lines of the logits, where nothing is cut away."""
+        """Sample first tokens without truncation, from rows `lines` of the logits (None: in order)."""
         heat = torch.full((len(keys),), sampling.temperature, device=self.device)
         ids, logprobs = sampling_kernels.draw(
             logits, temperature=heat, keys=keys, index=index, banned=self.banned, rows=lines
@@ -150,7 +150,7 @@ class Graphs:
         return Drawn(ids=ids, logprobs=logprobs, kept=None)
 
     def check_weights(self) -> None:
-        """Forget the graphs when a weight lies elsewhere now."""
+        """Drop the graphs if the memory of a weight has moved."""
         if self._captured and self._addresses != _addresses(self.model):
             self._forget()
 
@@ -162,7 +162,7 @@ class Graphs:
 
     def _forget(self) -> None:
         self._captured.clear()
-        if self.device.type == "cuda":  # a pool dies with the last graph that was captured in it
+        if self.device.type == "cuda":  # a pool is freed with the last graph that was captured in it
             self._pool = torch.cuda.graph_pool_handle()
 
     def _room_for_support(self) -> sampling_kernels.Support:
@@ -184,11 +184,11 @@ class Graphs:
         return self._captured[shape].replay if self._captures else lambda: self._step(shape)
 
     def _waits(self, shape: Shape) -> bool:
-        """Whether a step of a model that nobody has looked at waits for the device, which a graph
-        cannot hold. Transformers' look at positions, for its masks, is left out of what is captured.
+        """Whether a step of an unknown model synchronises with the device, which cannot be captured.
+        The synchronisation in transformers' masking_utils.py does not count: it is not captured.
         """
         self._rest()
-        self._step(shape)  # compiles kernels, lets libraries choose theirs
+        self._step(shape)  # warm-up: compiles kernels, and libraries choose theirs
         before = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
@@ -201,8 +201,8 @@ class Graphs:
         return any(not file.endswith("masking_utils.py") for file in waits)
 
     def _rest(self) -> None:
-        """Every row idle, no prefix group: a step touches no page. What the last burst left may
-        belong to more rows than the next one has, and to a pool that is gone.
+        """Make every row idle and remove prefix groups, so that a step touches no page: the state of the
+        last burst may have more rows than the next one, and refer to a pool that was freed.
         """
         self.state.zero_()
         self.state[fields.LENGTH] = -1
@@ -214,17 +214,17 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         self._aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._aside):
-            for _ in range(2):  # compiles kernels, lets libraries choose theirs
+            for _ in range(2):  # warm-up: compiles kernels, and libraries choose theirs
                 self._step(shape)
         torch.cuda.current_stream().wait_stream(self._aside)
-        # Other threads may go on talking to the GPU meanwhile.
+        # thread_local: other threads may use the GPU meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"):
             self._step(shape)
         self._addresses = _addresses(self.model)
         return graph
 
     def _attention(self, count: int, parts: int) -> ForwardPlan:
-        """One new token per row: written to its page, attending to the whole row."""
+        """The plan for one new token per row, which is written to its page and attends to the whole row."""
         state = self.state[:, :count]
         groups = -(-count // self.members)
         rows: dict[str, Any] = {
@@ -279,5 +279,5 @@ def _row_splits(rows: int, key_heads: int) -> int:
 
 
 def _splits(wanted: int, most: int) -> int:
-    """A power of two: parts of a context, so that few long sequences use the whole GPU too."""
+    """Parts to split a context into, a power of two, so that few long sequences also use the whole GPU."""
     return min(most, 1 << (max(1, wanted).bit_length() - 1))

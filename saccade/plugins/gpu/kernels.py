@@ -1,15 +1,15 @@
-"""Triton kernels over pages: attention of one new token per sequence, writing and copying pages.
-What happens to the logits is in sampling_kernels.py.
+"""Triton kernels for the paged KV cache: attention of one new token per sequence, writing and copying
+pages. Sampling from logits is in sampling_kernels.py.
 
-A pool is found through `bases` [layers, 2], the addresses of its key and value tensors: kernels
-read them on the device, so a captured graph goes on working when the pool is allocated elsewhere.
+`bases` [layers, 2] holds the addresses of the pool's key and value tensors. Kernels read them on the
+device, so captured graphs stay valid when the pool is reallocated.
 A row whose length is negative is idle: it reads and writes no page.
 
     write_pages(k, v, bases=bases, layer=0, places=places)
 
 Legend: B rows, H query heads, G key heads, D size of a key, V of a value. A place is a token's index in
-the pool: page number · page size + offset. Sizes are multiples of 8, so that rows begin at 16 bytes; tiles
-have as many COLUMNS as the next power of two.
+the pool: page number · page size + offset. Sizes are multiples of 8, so that rows are aligned to 16 bytes;
+the COLUMNS of a tile are the next power of two.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from saccade.plugins.gpu import decode_state as fields
 
 LOG2_E = 1.4426950408889634
 LOWEST = tl.constexpr(-1e30)  # of scores
-TOGETHER = 256  # programs of rows, at most, that run beside those of prefix groups
-LEAST_PART = 512  # tokens of a row that are not divided, where rows are many
+TOGETHER = 256  # at most this many row programs run in one launch with those of prefix groups
+LEAST_PART = 512  # least tokens of a part of a row, if there are many rows
 
 
 # -- attention -------------------------------------------------------------------------------------
@@ -49,13 +49,13 @@ def decode_attention(
     window: int | None = None,
 ) -> Tensor:
     """q [B, H, D], k [B, G, D] and v [B, G, V] of one new token per row → [B, H, V]. The new key and value
-    are written behind the `lengths` [B] tokens of the row's pages, `table` [B, pages]. `window`: how
-    far it sees, as plans are told.
+    are written after the `lengths` [B] tokens in the row's pages, `table` [B, pages]. `window`: see
+    forest.attention.Window.
 
-    Rows next to each other that begin with the same pages are a prefix group: what they share is
-    read once for all, then each row goes on from there. `prefix_groups` [3, F]: first row, rows,
-    shared tokens (0: no group); `shared` [B]: what a group reads of each row. `splits`: parts of
-    what is shared, and of the rest. Where rows are many, only the long ones are divided.
+    Adjacent rows that begin with the same pages form a prefix group: their shared pages are read
+    once for all rows, the rest for each row. `prefix_groups` [3, F]: first row, number of rows,
+    shared tokens (0: no group); `shared` [B]: tokens of each row that its group reads. `splits`: parts
+    of the shared tokens, and of the rest. If there are many rows, only long ones are split.
     """
     rows, heads, size = q.shape
     key_heads, group, value_size = k.shape[1], heads // k.shape[1], v.shape[2]
@@ -64,8 +64,8 @@ def decode_attention(
     queries = fields.members_of(group, size) * group
     assert q.stride(2) == k.stride(2) == v.stride(2) == table.stride(1) == prefix_groups.stride(1) == 1
     of_groups, of_rows = key_heads * front * prefix_groups.shape[1], key_heads * back * rows
-    # Few rows do not fill a GPU, so they run beside the prefix groups, and a second kernel merges.
-    # Many rows do, so they run behind them, and each begins with what its group found.
+    # Few rows do not fill a GPU, so they run in one launch with the prefix groups, and a second kernel
+    # merges. Many rows do, so they are launched after the groups, and each starts from its group's result.
     together = back > 1 or of_rows <= TOGETHER
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     parts = torch.empty((rows, heads, front + back * together, value_size), **fp32)
@@ -94,12 +94,12 @@ def decode_attention(
 
 
 def _padded(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))  # products take no fewer
+    return max(16, triton.next_power_of_2(size))  # tl.dot needs at least 16
 
 
 @triton.jit
 def _real(rows, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Where a tile has numbers: in these rows, and in the columns of a head."""
+    """Mask of a tile: these rows, and the SIZE columns of a head."""
     return rows[:, None] & (tl.arange(0, COLUMNS) < SIZE)[None, :] if COLUMNS > SIZE else rows[:, None]
 
 
@@ -120,7 +120,7 @@ def _store_head(at, numbers, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _seen_from(length, WINDOW: tl.constexpr):
-    """The first token that the one behind `length` others sees."""
+    """The first token that the token after `length` others attends to."""
     return tl.maximum(length - WINDOW + 1, 0) if WINDOW > 0 else length - length % -WINDOW
 
 
@@ -130,8 +130,8 @@ def _scan(
     KEY_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_COLUMNS: tl.constexpr,
     VALUE_COLUMNS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of a tile of queries, carried on over tokens first … last - 1 of a row; `MASKED`:
-    each query sees those from its own of `begins` on, perhaps none.
+    """Continue the online softmax of a tile of queries over tokens first … last - 1 of a row. `MASKED`:
+    each query attends only to tokens from its entry of `begins` on, perhaps to none.
     """
     for start in range(first, last, BLOCK):
         index = start + tl.arange(0, BLOCK)
@@ -147,7 +147,7 @@ def _scan(
             seen = seen & (index[None, :] >= begins[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        if MASKED:  # -inf - -inf is no number
+        if MASKED:  # -inf - -inf would be NaN
             higher = tl.maximum(higher, LOWEST)
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
@@ -171,14 +171,14 @@ def _attend(
     PAGE: tl.constexpr, FRONT: tl.constexpr, BACK: tl.constexpr, QUERIES: tl.constexpr, LANES: tl.constexpr,
     BLOCK: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The first `of_groups` programs: each a part of a prefix group, for one key head. The others:
-    each a part of a row, for one key head.
+    """Each of the first `of_groups` programs computes a part of a prefix group for one key head, each of
+    the others a part of a row for one key head.
     """
     dtype = q.dtype.element_ty
     keys = tl.load(bases + 2 * layer).to(tl.pointer_type(dtype))
     values = tl.load(bases + 2 * layer + 1).to(tl.pointer_type(dtype))
     program = tl.program_id(0)
-    # Asked one by one: what a constant rules out is not compiled.
+    # Nested conditions: a branch that a constexpr rules out is not compiled.
     if PREFIX_GROUPS:  # noqa: SIM102
         if program < of_groups:
             _attend_prefix_group(
@@ -240,7 +240,7 @@ def _attend_row(
     VALUE_COLUMNS: tl.constexpr, PAGE: tl.constexpr, FRONT: tl.constexpr, BACK: tl.constexpr, LANES: tl.constexpr,
     BLOCK: tl.constexpr, LEAST: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """`WHOLE`: the row is one part, and ends here with what its prefix group found."""
+    """`WHOLE`: the row is one part, so this also merges its prefix group's result and writes `out`."""
     length = tl.load(lengths + row).to(tl.int32)
     begin = tl.load(shared + row).to(tl.int32)
     member, column, value_column = tl.arange(0, LANES), tl.arange(0, KEY_COLUMNS), tl.arange(0, VALUE_COLUMNS)
@@ -256,7 +256,7 @@ def _attend_row(
     total = tl.zeros([LANES], tl.float32)
     mixed = tl.zeros([LANES, VALUE_COLUMNS], tl.float32)
     if part == 0 and length >= 0:
-        # The new token attends to itself, and lies in its page for those that follow.
+        # The new token attends to itself, and is written to its page for later tokens.
         new_key = _load_head(k + row * k_row + head * k_head, KEY_SIZE, KEY_COLUMNS)
         new_value = _load_head(v + row * v_row + head * v_head, VALUE_SIZE, VALUE_COLUMNS)
         highest = scale * tl.sum(query.to(tl.float32) * new_key[None, :].to(tl.float32), 1)
@@ -299,7 +299,7 @@ def _attend_row(
 
 @triton.jit
 def _store(parts, sums, target, highest, total, mixed, real, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """What a part of a context gave, and the logarithm of its mass; of an empty part, that it has none."""
+    """Store a part's output and the base-2 logarithm of its softmax mass (-inf for an empty part)."""
     some = total > 0
     at = parts + target[:, None] * SIZE + tl.arange(0, COLUMNS)[None, :]
     tl.store(at, mixed / tl.where(some, total, 1.0)[:, None], mask=_real(real & some, SIZE, COLUMNS))
@@ -311,7 +311,7 @@ def _merge(
     parts, sums, lengths, shared, out,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, FRONT: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Parts of one row, weighted by the mass of each; those of a prefix group where it has one."""
+    """Merge the parts of one row, and of its prefix group if it has one, weighted by their softmax mass."""
     row = tl.program_id(0).to(tl.int64)
     target = row * tl.num_programs(1) + tl.program_id(1)
     column, part = tl.arange(0, COLUMNS), tl.arange(0, PADDED)
@@ -331,7 +331,7 @@ def _merge(
 
 
 def write_pages(k: Tensor, v: Tensor, *, bases: Tensor, layer: int, places: Tensor) -> None:
-    """k [T, G, D] and v [T, G, V] to `places` [T]."""
+    """Write k [T, G, D] and v [T, G, V] to `places` [T]."""
     tokens, heads, size = k.shape
     assert k.stride(2) == v.stride(2) == 1
     _write[(tokens, heads)](
@@ -358,8 +358,8 @@ def _write(
 
 
 def copy_pages(source: Tensor, target: Tensor, *, bases: Tensor, words: Tensor) -> None:
-    """Pages `source` to `target`, pairwise, keys and values of all layers; `words` [layers, 2] int32
-    of a page of each.
+    """Copy pages `source` to pages `target`, pairwise, keys and values of all layers. `words` [layers, 2]:
+    number of int32 words in a page of keys and of values.
     """
     _copy[(len(source), bases.numel())](source, target, bases, words, BLOCK=1024)
 

@@ -1,6 +1,6 @@
-"""Log-prob and entropy of a row of logits in one pass over it, and their gradient in its place.
+"""Log-prob and entropy of each row of logits in one pass, and their gradient, written over the logits.
 
-Logits stay in the type that the head made; the arithmetic is fp32. Banned ids and ids outside the
+Logits stay in the head's output dtype; the arithmetic is fp32. Banned ids and ids outside the
 kept set have no mass. Legend: R rows, V vocabulary.
 
     logprobs, entropies, normalisers = read(logits, targets, 1.0, banned, None)
@@ -36,8 +36,8 @@ def read(
 def write_gradient(
     logits: Tensor, how: Sequence[Any], found: Sequence[Tensor], to_logprobs: Tensor, to_entropies: Tensor | None
 ) -> Tensor:
-    """Write the gradient of the logits over them and return it. `how`: targets, temperature, banned
-    and kept, as for `read`; `found`: its entropies and normalisers.
+    """Overwrite the logits with their gradient and return it. `how`: targets, temperature, banned and
+    kept, as for `read`; `found`: entropies and normalisers that `read` returned.
     """
     rows, vocabulary = logits.shape
     targets, temperature, *masks = how
@@ -50,13 +50,13 @@ def write_gradient(
 
 
 def _masks(*masks: Tensor | None) -> list[Any]:
-    """As bytes: a missing one is compiled away."""
+    """The masks as bytes; code for a mask that is None is not compiled."""
     return [None if mask is None else mask.view(torch.uint8) for mask in masks]
 
 
 @triton.jit
 def _scores(row, columns, logits, stride, banned, kept, vocabulary, temperature):  # pragma: no cover - runs on the GPU
-    """Logits of the distribution that was sampled from: -inf where it has no mass."""
+    """Logits of the sampling distribution: divided by the temperature, -inf for masked ids."""
     inside = columns < vocabulary
     scores = tl.load(logits + row * stride + columns, mask=inside, other=-float("inf"))
     scores = scores.to(tl.float32) / temperature
@@ -82,7 +82,7 @@ def _read(
         columns = start + tl.arange(0, BLOCK)
         scores = _scores(row, columns, logits, stride, banned, kept, vocabulary, temperature)
         higher = tl.maximum(best, tl.max(scores, 0))
-        base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing has mass so far
+        base = tl.where(higher == -float("inf"), 0.0, higher)  # 0 while all scores are -inf
         drop = tl.where(best == -float("inf"), 0.0, best - base)
         shrink = tl.where(best == -float("inf"), 0.0, tl.exp(drop))
         distance = tl.where(scores == -float("inf"), 0.0, scores - base)

@@ -1,5 +1,5 @@
-"""Norms in one pass: of a sum, as it stands between two parts of a layer, and of rows wherever they lie
-(root mean square, float32 inside), with the gradient of the Gemma kind: times 1 + weight.
+"""Norms in one pass: `add_norm`, of a residual sum, and `norm_rows`, an RMS norm of rows of a strided
+tensor, computed in float32, with gradients for the Gemma variant (times 1 + weight).
 
     hidden, normed = add_norm(hidden, update, weight, epsilon)
     normed = norm_rows(x, weight, epsilon, shift=True)
@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048  # numbers that a program of norm_rows holds at once
-PROGRAMS = 528  # of a gradient, at most: each has a sum for the weight
+TILE = 2048  # elements that a program of norm_rows holds at a time
+PROGRAMS = 528  # at most, for gradients: each has a partial sum of the weight's gradient
 
 
 def add_norm(
@@ -28,8 +28,8 @@ def add_norm(
     shift: bool = False,
     center: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """x + y, rounded as an addition of its own would, and the norm of that; [..., E] each. `also`: a
-    third summand; `before`: weight and epsilon of a norm that y passes first; `factor` [1]: of the
+    """Returns x + y, rounded as a separate addition would, and its norm, each [..., E]. `also`: a third
+    summand; `before`: weight and epsilon of a norm applied to y first; `factor` [1]: multiplies the
     sum. `shift`: norms multiply by 1 + weight; `center`: they subtract the mean.
     """
     x, y = x.contiguous(), y.contiguous()
@@ -87,8 +87,8 @@ def _normed(
 
 
 def norm_rows(x: Tensor, weight: Tensor | None, epsilon: float, *, shift: bool = False) -> Tensor:
-    """x / rms(x) over the last axis, times the weight if there is one (`shift`: 1 + weight), in the order in memory
-    that x has.
+    """x / rms(x) over the last axis, times the weight if there is one (`shift`: 1 + weight), in the memory layout
+    of x.
     """
     x = _even(x)
     out = torch.empty_like(x)
@@ -106,7 +106,7 @@ def norm_rows(x: Tensor, weight: Tensor | None, epsilon: float, *, shift: bool =
 
 
 def norm_gradients(x: Tensor, weight: Tensor, epsilon: float, to_out: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x and of the weight, which is shifted."""
+    """Returns the gradients of x and of the weight of `norm_rows(…, shift=True)`."""
     x, to_out = _even(x), _even(to_out)
     to_x = torch.empty_like(x)
     if not x.numel():
@@ -125,7 +125,7 @@ def norm_gradients(x: Tensor, weight: Tensor, epsilon: float, to_out: Tensor) ->
 
 
 def _even(x: Tensor) -> Tensor:
-    """Rows without gaps inside, a step apart in two axes at most."""
+    """x, copied unless its last axis is contiguous and at most two others have more than one entry."""
     return x if x.stride(-1) == 1 and all(size == 1 for size in x.shape[:-3]) else x.contiguous()
 
 

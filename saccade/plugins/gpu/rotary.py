@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys in one pass, into the layout that attention reads.
 
-Legend: T tokens, H heads (of queries and of keys), D head size, R how much of a head turns.
+Legend: T tokens, H heads (of queries and of keys), D head size, R rotated part of a head.
 
     q, k = rotate(q, k, cos, sin)
 """
@@ -18,10 +18,10 @@ from saccade.plugins.gpu.gate import rounded
 def rotate(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False, pairs: bool = False, woven: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """q and k [T, H, D], cos and sin [T, R] → x cos + (-right half, left half) sin of both, of the first R numbers
-    of a head, and the others as they are; contiguous. `back`: the transposed product, which is its gradient.
-    `pairs`: left and right are neighbours, not halves, and rounded is only the sum. `woven`: they are neighbours
-    and become halves, by the left half of the angles. k may have no heads.
+    """q and k [T, H, D], cos and sin [T, R] → x cos + (-right half, left half) sin for both, in the first R elements
+    of a head; the others are copied; contiguous. `back`: the transposed rotation, for gradients. `pairs`: left and
+    right are adjacent elements, not halves, and only the sum is rounded. `woven`: adjacent elements of the input
+    become halves of the output, and the left half of the angles is used for both. k may have no heads.
     """
     tokens, size, turned = len(q), q.shape[2], cos.shape[1]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
@@ -70,7 +70,7 @@ def _turn(
     x, out, token, head_stride, heads, cos, sin, SIZE: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr, WOVEN: tl.constexpr,
 ):  # fmt: skip  # pragma: no cover - runs on the GPU
-    # Of a woven head: from one left number to the next, and to its right one; its angles are those of the left.
+    # Distances: from a left element to the next (step), to its right one (gap), and between their angles (far).
     step: tl.constexpr = 2 if WOVEN else 1
     gap: tl.constexpr = 1 if WOVEN else HALF
     far: tl.constexpr = 0 if WOVEN else HALF
@@ -102,8 +102,8 @@ def _turn_pairs(
     x, out, token, head_stride, heads, cos, sin, SIZE: tl.constexpr,
     HALF: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr, BACK: tl.constexpr, WOVEN: tl.constexpr,
 ):  # fmt: skip  # pragma: no cover - runs on the GPU
-    """Rows are read and written whole, and split in registers: reading every other number is slow. Angles are read for
-    each head, into the registers where its numbers are.
+    """Reads and writes whole rows and splits them in registers, as strided reads are slow. Angles are loaded once per
+    head, in the same register layout as its elements.
     """
     column = tl.broadcast_to(tl.arange(0, 2 * COLUMNS)[None, :], (HEADS, 2 * COLUMNS))
     head = tl.arange(0, HEADS)[:, None]

@@ -1,4 +1,4 @@
-"""Sums of rows that were gathered several times: the gradient of a gather.
+"""Sums the gradients of rows that were gathered several times: the backward of a gather.
 
 total = sum_rows(grad, places, offsets)
 """
@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def sum_rows(grad: Tensor, places: Tensor, offsets: Tensor) -> Tensor:
-    """[K, ...] → [T, ...]: row t is the sum of grad[places[offsets[t] : offsets[t + 1]]], in fp32
-    and always in that order, where atomic additions would round as they happen to come.
+    """[K, ...] → [T, ...]: row t is the sum of grad[places[offsets[t] : offsets[t + 1]]] in fp32, always
+    in that order, so it is deterministic, which atomic additions are not.
     """
     grad = grad.contiguous()
     width = grad[0].numel()

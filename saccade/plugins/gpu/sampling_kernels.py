@@ -1,12 +1,12 @@
-"""Triton kernels from the logits to the next step: which ids top_k and top_p keep, a list of them,
-the draw, and the state of every sequence one token later.
+"""Triton kernels from the logits to the next step: truncation by top_k and top_p, a list of the kept
+ids, sampling, and advancing the state of every sequence by one token.
 
     floors = cut(logits, temperature=heat, top_p=p, state=state, banned=None)
     ids, logprobs = draw(logits, temperature=heat, keys=keys, index=i, banned=None, floors=floors)
 
-What is cut away is described by two numbers per row, a level of the logits and the last id that is
-kept of those exactly at it: no mask [B, V] exists, and nothing is sorted. Equal logits are ordered
-by id, so that a set does not depend on how it was found.
+Two numbers per row describe the truncation: the lowest level of logits that is kept (`level_of`), and
+the last kept id among those exactly at it. So there is no mask [B, V] and nothing is sorted. Equal
+logits are ordered by id, so that the set is unique.
 
 Legend: B rows, V vocabulary.
 """
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from saccade.plugins.gpu import decode_state as fields
 
-CHUNK = 4096  # of the vocabulary, one program each
-BLOCK = 8192  # of the vocabulary, one turn of a program that reads it all
-# Low bits of a float32 that say nothing about a narrower number it was made from.
+CHUNK = 4096  # ids per program
+BLOCK = 8192  # ids per iteration of a program that reads the whole vocabulary
+# Low bits of a float32 that are zero if it was converted from this dtype.
 EMPTY_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
-Mask = Tensor | None  # [V], of ids that are never drawn
-# How many ids were kept, which, and where those of each step and row lie: [steps, 2, rows].
+Mask = Tensor | None  # [V], true for ids that are never sampled
+# Total number of kept ids, the ids, and first index and count for each step and row: [steps, 2, rows].
 Support = tuple[Tensor, Tensor, Tensor]
 
 
@@ -35,9 +35,9 @@ Support = tuple[Tensor, Tensor, Tensor]
 
 
 def cut(logits: Tensor, *, temperature: Tensor, top_p: Tensor, state: Tensor, banned: Mask) -> Tensor:
-    """[2, B] int32: the lowest level that is kept of each row of logits [B, V], and the last id at
-    that level, as `sampling.allowed_ids` keeps them. All for rows that are idle, greedy, or have
-    neither top_k (> 0) nor top_p [B] (< 1). `state` as in decode_state.py.
+    """[2, B] int32: the lowest kept level in each row of logits [B, V], and the last kept id at that
+    level, equivalent to `sampling.allowed_ids`. Rows that are idle, greedy, or have neither top_k
+    (> 0) nor top_p [B] (< 1) keep all ids. `state` as in decode_state.py.
     """
     count, vocabulary = len(temperature), logits.shape[1]
     floors = torch.empty((2, count), dtype=torch.int32, device=logits.device)
@@ -49,20 +49,20 @@ def cut(logits: Tensor, *, temperature: Tensor, top_p: Tensor, state: Tensor, ba
 
 
 def _bytes(mask: Tensor | None) -> Tensor | None:
-    """As kernels read it: a missing one is compiled away."""
+    """The mask as kernels read it; code for a mask that is None is not compiled."""
     return None if mask is None else mask.view(torch.int8)
 
 
 @triton.jit
 def level_of(logit, EMPTY: tl.constexpr):
-    """Integers in the order of the numbers."""
+    """Map logits to integers of the same order."""
     bits = logit.to(tl.float32).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> EMPTY
 
 
 @triton.jit
 def _read(line, banned, start, vocabulary, BLOCK: tl.constexpr):
-    """A block of logits, its columns, and which of them may be drawn at all."""
+    """A block of logits, its columns, and a mask of those that can be sampled."""
     column = start + tl.arange(0, BLOCK)
     real = column < vocabulary
     logit = tl.load(line + column, mask=real, other=float("-inf")).to(tl.float32)
@@ -77,7 +77,7 @@ def _measure(
     line, banned, vocabulary, heat, top, low, last, above,
     MASS: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How many ids, or how much mass, lies at `above` or higher, of what (low, last) keeps."""
+    """Number or mass of the ids at level `above` or higher, among those that (low, last) keeps."""
     found = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocabulary, BLOCK):
         logit, column, possible = _read(line, banned, start, vocabulary, BLOCK)
@@ -97,8 +97,8 @@ def _fewest(
     line, banned, vocabulary, heat, top, least, low, last, goal,
     MASS: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The likeliest ids whose number or mass reaches `goal`, as a lowest level and a last id."""
-    # Invariant: what lies at `down` or higher reaches the goal, what lies at `up` or higher not.
+    """The fewest likeliest ids whose number or mass reaches `goal`, as lowest level and last id."""
+    # Bisection; invariant: ids at level `down` or higher reach the goal, those at `up` or higher do not.
     down, up = least.to(tl.int64), level_of(top, EMPTY).to(tl.int64) + 1
     while up - down > 1:
         middle = (down + up) // 2
@@ -111,7 +111,7 @@ def _fewest(
             up = middle
     level = down.to(tl.int32)
     higher = _measure(line, banned, vocabulary, heat, top, low, last, level + 1, MASS, EMPTY, BLOCK)
-    # Of those exactly at the level as many as are needed, in the order of their ids.
+    # Of the ids exactly at the level keep as many as needed, in the order of ids.
     each = 1.0
     if MASS:
         each = tl.exp((_logit(level, EMPTY) - top) / heat)
@@ -130,7 +130,7 @@ def _fewest(
 
 @triton.jit
 def _logit(level, EMPTY: tl.constexpr):
-    """The number of a level."""
+    """The logit of a level: the inverse of `level_of`."""
     bits = level << EMPTY
     if EMPTY > 0:
         bits = tl.where(level < 0, bits | ((1 << EMPTY) - 1), bits)
@@ -176,9 +176,9 @@ def _cut(
 def keep(
     logits: Tensor, ids: Tensor, *, floors: Tensor, state: Tensor, banned: Mask, step_index: Tensor, out: Support
 ) -> None:
-    """Write what each row whose support is asked for has kept, in the order of ids, to the next free
-    place of `out`, and where it lies to line `step_index` of its spans. A row for which there is no
-    place left gets the id -1.
+    """For each row with the field SUPPORT, append its kept ids, in order, to the list in `out`, and write
+    their first index and count to line `step_index` of its spans. A row that does not fit gets the
+    id -1.
     """
     cursor, kept, spans = out
     _keep[(len(ids),)](
@@ -229,9 +229,9 @@ def draw(
     rows: Tensor | None = None,
     floors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One id per row and its log-prob, as `sampling.sample` draws it, greedily where `temperature`
-    [B] is 0; `floors` from `cut`. logits [B, V], or [R, V] with `rows` [B] saying which to read; no
-    wider copy of them is made.
+    """Sample one id per row and return it with its log-prob, as `sampling.sample` does; greedy if
+    `temperature` [B] is 0; `floors` from `cut`. logits [B, V], or [R, V] with the indices `rows` [B];
+    they are not copied to float32.
     """
     count, vocabulary = len(temperature), logits.shape[1]
     chunks = triton.cdiv(vocabulary, CHUNK)
@@ -292,13 +292,13 @@ def _draw(
     seed = _mix(key.to(tl.uint32) ^ _mix((key >> 32).to(tl.uint32) ^ number))
     bits = _mix(seed + column.to(tl.uint32) * 0x9E3779B9)
     uniform = (((bits >> 8) & 0x7FFFFF).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    # Gumbel noise is -log(-log u): what is highest with it has the lowest -log(u) / weight.
+    # argmax(score + Gumbel noise), the noise being -log(-log u), is argmin(-log(u) / weight).
     wait = tl.where(heat > 0, -tl.log(uniform) / weight, -score)
     least, at = tl.min(wait, 0, return_indices=True)
     best = tl.where(heat > 0, top - tl.log(least), top)
     target = row * tl.num_programs(0) + chunk
     tl.store(noisy + target, best)
-    # Where logits are no numbers any column may come out, also one past the end.
+    # If logits are NaN, `at` may be any column, also one past the end.
     tl.store(place + target, tl.minimum(chunk * CHUNK + at, vocabulary - 1))
     tl.store(highest + target, top)
     tl.store(mass + target, tl.sum(weight, 0))
@@ -327,14 +327,14 @@ def _pick(
     tl.store(logprobs + row, score - top - tl.log(total))
 
 
-# -- from one token to the next --------------------------------------------------------------------
+# -- state of the next step ------------------------------------------------------------------------
 
 
 def advance(
     ids: Tensor, logprobs: Tensor, *, state: Tensor, eos: Tensor, step_index: Tensor, out: tuple[Tensor, Tensor]
 ) -> None:
-    """Write what was drawn to line `step_index` of ids and log-probs [steps, rows] (-1 for an idle
-    row) and make it the next token to read. A row that ends, or has drawn -1, becomes idle.
+    """Write ids (-1 for an idle row) and log-probs to line `step_index` of `out`, each [steps, rows], and
+    make each id the next input. A row that ends, or whose id is -1, becomes idle.
     """
     count = len(ids)
     _advance[(triton.cdiv(count, 128),)](

@@ -1,8 +1,8 @@
-"""Triton kernels for one new token of each of many sequences: a layer's short convolution, its gated delta rule, and
-the norm behind it. Convolution and rule read what is kept of a sequence and write it in place.
+"""Triton kernels of recurrent layers for one new token per sequence: short convolution, gated delta rule, and the
+gated norm after it. Convolution and delta rule update the states of sequences in place.
 
-What is kept is found through its address, which lies on the device: a captured graph goes on working when it is
-allocated elsewhere. A row whose length is negative is idle: it changes nothing and gives zeros.
+Kernels read the address of the states on the device, so captured graphs stay valid when the states are reallocated.
+A row whose length is negative is idle: it changes nothing and returns zeros.
 
     mixed = convolve_step(mixed, weight, None, tails=address, rows=rows, lengths=lengths)
     out = delta_step(mixed, share, decay, A_log, dt_bias, heads=(16, 32, 128, 128), states=address, …)
@@ -18,15 +18,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHANNELS = 512  # of one program
-COLUMNS = 32  # of the values of a head, in one program
+CHANNELS = 512  # per program
+COLUMNS = 32  # elements of a head's value per program
 
 
 def convolve_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, tails: Tensor, rows: Tensor, lengths: Tensor
 ) -> Tensor:
-    """x [B, C] and the K - 1 tokens before it, which lie at `tails` in row `rows` [B], each [K - 1, C] and of the type
-    of x; weight [C, 1, K] → silu of their convolution [B, C].
+    """x [B, C], weight [C, 1, K] → silu of the causal convolution [B, C]. `tails`: address of the K - 1 tokens before,
+    [K - 1, C] in the dtype of x for each state row; `rows` [B]: row of each sequence there.
     """
     count, channels = x.shape
     assert x.stride(1) == 1 and weight.is_contiguous()
@@ -60,7 +60,7 @@ def _convolve(
             tl.store(before + (K - 2) * C + channel, new, mask=real)
         if bias is not None:
             total += tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
-        given = total.to(dtype).to(tl.float32)  # rounded, as a convolution of its own would be
+        given = total.to(dtype).to(tl.float32)  # rounded, as the result of a separate convolution
         given = given / (1.0 + tl.exp(-given))
     tl.store(out + row * C + channel, given.to(dtype), mask=real)
 
@@ -77,12 +77,12 @@ def delta_step(
     rows: Tensor,
     lengths: Tensor,
 ) -> Tensor:
-    """mixed [B, 2 · G · D + H · V]: queries, keys and values; share and decay [B, H] as projected, A_log and dt_bias
-    [H]; `heads` (G, H, D, V). The states [H, D, V], in float32, lie at `states` in row `rows` [B] → [B, H, V].
+    """mixed [B, 2 · G · D + H · V] (queries, keys, values), share and decay [B, H] (raw projections), A_log and dt_bias
+    [H], heads (G, H, D, V) → [B, H, V]. `states`: address of the float32 states [H, D, V]; `rows` [B]: rows there.
     """
     key_heads, count, size, wide = heads
     assert mixed.is_contiguous()
-    share, decay = (x if x.stride(1) == 1 else x.contiguous() for x in (share, decay))  # Qwen3-Next may have them apart
+    share, decay = (x if x.stride(1) == 1 else x.contiguous() for x in (share, decay))  # may be strided in Qwen3-Next
     out = torch.empty((len(mixed), count, wide), dtype=mixed.dtype, device=mixed.device)
     block = min(COLUMNS, triton.next_power_of_2(wide))
     _delta[(len(mixed), count, triton.cdiv(wide, block))](
@@ -111,10 +111,10 @@ def _delta(
         query = query * (tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * scale)
         key = key * tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
         part = 1.0 / (1.0 + tl.exp(-tl.load(share + row * share_row + head).to(tl.float32)))
-        part = part.to(share.dtype.element_ty).to(tl.float32)  # rounded, as a sigmoid of its own would be
+        part = part.to(share.dtype.element_ty).to(tl.float32)  # rounded, as the result of a separate sigmoid
         step = tl.load(decay + row * decay_row + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
         grown = tl.exp(tl.minimum(step, 20.0))
-        sure = 1.0 + grown  # log(1 + x), also where x is small
+        sure = 1.0 + grown  # log(1 + x), accurate for small x too
         soft = tl.where(sure == 1.0, grown, tl.log(sure) * (grown / tl.where(sure == 1.0, 1.0, sure - 1.0)))
         soft = tl.where(step > 20.0, step, soft)
         kept = tl.exp(-tl.exp(tl.load(A_log + head).to(tl.float32)) * soft)
@@ -130,7 +130,7 @@ def _delta(
 
 
 def gate_step(x: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x and gate [B, H, V]: the root mean square norm of each head, times silu of the gate."""
+    """x and gate [B, H, V] → RMS norm of each head of x, times silu(gate)."""
     count, heads, size = x.shape
     assert x.is_contiguous() and gate.stride(2) == 1
     out = torch.empty_like(x)
