@@ -1,1 +1,1 @@
-"""Rewards that are asked for elsewhere: a judge model, a reward service."""
+"""Rewards from external services: a judge model, a reward service."""

@@ -1,10 +1,10 @@
-"""Answers that no rule can settle go to a model behind an endpoint; verdicts come back as futures.
+"""Sends answers that no rule can decide to a judge model behind an endpoint; verdicts are returned as futures.
 
-Answers that are the same are judged once: while in flight, and with `reward.judge.cache` for good. Whatever goes wrong
-(no reply, no verdict in it) becomes what `reward.judge.on_failure` says, never an exception.
+Equal cases are judged once: while a request is in flight, and permanently with `reward.judge.cache`. A failure (no
+reply, no verdict in it) is handled as `reward.judge.on_failure` says and never raises.
 
-Of the policy's text only the extracted answer is shown: on one line, shortened, and unable to close the tags around it
-or to write the marks of a chat template. The verdict is the last line of the judge and nothing else.
+Of the policy's text the judge sees only the extracted answer: on one line, truncated, and escaped so that it cannot
+close the tags around it or contain tokens of a chat template. Only the judge's last line is read as the verdict.
 
     >>> read_verdict("The answer says Score: 1.\\nScore: 0", scale=1)
     0.0
@@ -39,7 +39,7 @@ MARK = re.compile(r"<(?=\S)|\[(?=/?[A-Z_]{3,}\])")  # <|im_end|>, </s>, [INST]
 
 
 class Case(NamedTuple):
-    asked: dict[str, Any]  # what a verdict depends on, images by name
+    asked: dict[str, Any]  # template variables and image keys, which identify a case
     media: tuple[Media, ...] = ()
 
 
@@ -76,7 +76,7 @@ def compiled(source: str) -> Any:
 
 
 def read_verdict(reply: str, scale: int) -> float | None:
-    """The score of the last line as a share of the best one; None where there is no such line."""
+    """The score in the last line divided by `scale`; None if the last line is no valid verdict."""
     found = VERDICT.fullmatch(reply.rstrip().rpartition("\n")[2])
     score = int(found[1]) if found else -1
     return score / scale if 0 <= score <= scale else None
@@ -84,18 +84,18 @@ def read_verdict(reply: str, scale: int) -> float | None:
 
 SECTION = "reward.judge"
 WARMER = 0.2  # added to the temperature after a reply without a verdict
-QUOTED = 200  # characters of a reply that a reason keeps
+QUOTED = 200  # characters of a reply that are quoted in a reason
 CHECK = Case({"question": "What is 1 + 1?", "references": ["2"], "prediction": "two", "images": []})
 
 
 class Verdict(NamedTuple):
     words: str
-    value: float | None = None  # None: there is none, and `words` say why
+    value: float | None = None  # None: no verdict; `words` has the reason
     stored: bool = False
 
 
 class Judge:
-    """`submit` from any thread; `metrics` counts what happened since it was last called."""
+    """`submit` may be called from any thread; `metrics` counts since its last call."""
 
     def __init__(self, config: JudgeConfig) -> None:
         if not config.url:
@@ -104,23 +104,23 @@ class Judge:
         self.config = config
         text = (Path(config.template) if config.template else SHIPPED).read_text(encoding="utf-8")
         self._template = compiled(text)
-        # Verdicts are cached here, and not every reply there: one without a verdict is no answer.
+        # The client's cache is off: only replies with a verdict are cached, by this class.
         self._client = ChatClient(config.model_copy(update={"cache": None}), fields=config.fields, section=SECTION)
         self._cache = config.cache or ""
         digest = hashlib.sha256(text.encode()).hexdigest()
         self._about: dict[str, Any] = {"model": self._client.model, "template": digest, "scale": config.scale}
         self._queue = RequestQueue(self._work, threads=config.concurrency)
-        self._open: dict[str, Future[Verdict]] = {}  # by the key of a case that is being judged
+        self._open: dict[str, Future[Verdict]] = {}  # cases that are being judged, by key
         self._lock = threading.Lock()
         self._alive = time.monotonic()  # when the endpoint last replied
         self._counted = Counter(self._client.counters)
 
     def check(self) -> None:
-        """One small question: an endpoint that cannot be reached stops a run before it starts."""
+        """Judge one small case, so that a run does not start with an unreachable endpoint."""
         self._ask(CHECK, self._key(CHECK), time.monotonic() + self.config.deadline)
 
     def submit(self, sample: RewardSample, first: Score) -> Pending:
-        """What becomes of a score that may ask for a judge."""
+        """Returns `first`, or a future of the judge's score if its info has ASK."""
         if ASK not in first.info:
             self._queue.count("by_rule")
             return first
@@ -129,7 +129,7 @@ class Judge:
         self._queue.count("samples")
         with self._lock:
             verdict = self._open.setdefault(key, mine)
-        if verdict is not mine:  # another sample asks the same at the same time
+        if verdict is not mine:  # the same case is in flight for another sample
             self._queue.count("free")
         elif not self._queue.put((case, key, time.monotonic())):
             self._finish(key, Verdict("the judge is closed"))
@@ -137,7 +137,7 @@ class Judge:
         return result
 
     def metrics(self) -> dict[str, float]:
-        """`samples` went to the judge, those `by_rule` did not have to."""
+        """Counts of `samples` sent to the judge, of those decided `by_rule`, and of calls, tokens and cost."""
         counts, metrics = self._queue.take_counts()
         now = Counter(self._client.counters)
         new, self._counted = now - self._counted, now
@@ -153,7 +153,7 @@ class Judge:
         return f"judge: {self._client.expenses()}"
 
     def close(self) -> None:
-        """Whoever still waits gets a failure; replies under way are not waited for."""
+        """Pending samples get a failure; does not wait for requests in flight."""
         self._queue.close()
         self._client.stop()
         for key in list(self._open):
@@ -163,12 +163,12 @@ class Judge:
 
     def _work(self, jobs: list[tuple[Case, str, float]]) -> None:
         ((case, key, since),) = jobs
-        # As long as it answers others, a judge may take its time with a long queue.
+        # Time in the queue does not count against the deadline while the endpoint replies to other requests.
         until = max(since, self._alive) + self.config.deadline
         began = time.monotonic()
         try:
             verdict = self._ask(case, key, until)
-        except Exception as error:  # whatever happens here, nobody may wait for ever
+        except Exception as error:  # every future must get a result
             verdict = Verdict(str(error) or type(error).__name__)
         if verdict.stored:
             self._queue.count("free")
@@ -202,7 +202,7 @@ class Judge:
             why = " ".join(verdict.words.rpartition("\n")[0].split())[-QUOTED:]
             reason = "" if verdict.value >= 1 else f"judged: {why}"
             return Score(kind="value", value=verdict.value, reason=reason, extracted=first.extracted)
-        if self._queue.count("failures") == 1:  # the others are in the metrics
+        if self._queue.count("failures") == 1:  # warn once; metrics count the others
             logging.getLogger("saccade").warning("an answer could not be judged: %s", verdict.words)
         if self.config.on_failure == "rule":
             return replace(first, info={})

@@ -1,8 +1,8 @@
-"""The client of a reward service: ours, or any that speaks like those of OpenRLHF and LMM-R1.
+"""The client of a reward service: ours, or one with the protocol of OpenRLHF and LMM-R1.
 
-Samples are gathered into requests and sent by a few threads; each future gets the score of its
-sample. A request that is sent again has the same id, so our service scores it once. What a service
-does not score, or not in time, is an error (or an abstention), never 0.
+A few threads batch samples into requests and send them; each future gets the score of its sample. A
+retried request has the same id, so our service scores it once. A sample that a service does not
+score, or not in time, is an error (or an abstention), never 0.
 
     remote = Remote(RemoteConfig(url=("http://127.0.0.1:8400",)))
     remote.submit(sample).result()
@@ -32,8 +32,8 @@ from saccade.system.codec import plain
 from saccade.types import Media, Score
 
 SECTION = "reward.remote"
-PATH = "/get_reward"  # of services, where an address has none
-GATHER = 0.02  # seconds that a request waits for more samples
+PATH = "/get_reward"  # appended to an address without a path
+GATHER = 0.02  # seconds to wait for more samples before a request is sent
 LARGEST = 128 * 2**20  # characters of images in one request
 QUOTED = 500
 COUNTED = ("samples", "requests", "repeated", "failures")
@@ -46,7 +46,7 @@ HINTS = {
 
 
 def open_remote(reward: RewardConfig, args: Mapping[str, Any]) -> Remote:
-    """The service of a term: `reward.remote`, and what the term says otherwise."""
+    """The client for a reward term: options of `reward.remote`, overridden by the term's args."""
     try:
         return Remote(RemoteConfig(**reward.remote.model_dump(exclude_unset=True) | dict(args)))
     except ValidationError as error:
@@ -60,7 +60,7 @@ _Job = tuple[RewardSample, Future[Score]]
 
 
 class Remote:
-    """`submit` from any thread; `metrics` counts what happened since it was last called."""
+    """`submit` may be called from any thread; `metrics` counts since its last call."""
 
     def __init__(self, config: RemoteConfig) -> None:
         for url in map(urlsplit, config.url or ("",)):
@@ -79,11 +79,11 @@ class Remote:
         )
         self._sender = Sender(target, self._sent)
         self._queue = RequestQueue(self._answer, threads=config.concurrency, batch=config.batch, gather=GATHER)
-        self._models = False  # whether a model there looks at the images
-        self._refers = False  # whether each image is sent once, and is named where it comes again
+        self._models = False  # whether the service has a reward model that sees images
+        self._refers = False  # whether an image that occurs again is sent as a reference to the first
 
     def check(self) -> None:
-        """Every service is there and takes the token. Old ones answer nothing but a POST."""
+        """Check that every service is reachable and accepts the token. Old services answer only to POST."""
         ours: list[dict[str, Any]] = []
         for url in self._sender.target.urls:
             reply = self._sender.reach(url, time.monotonic() + self.config.timeout)
@@ -94,7 +94,7 @@ class Remote:
         self._models = any(info.get("models") for info in ours)
 
     def check_media(self, kinds: Collection[str]) -> None:
-        """Refuse, before the first sample, rows that a model there would not see."""
+        """Refuse rows with media that a reward model of the service would not see, before the first sample."""
         if not self._models:
             return
         if other := set(kinds) - {"image"}:
@@ -120,7 +120,7 @@ class Remote:
         return {name: counts[name] for name in COUNTED} | latency
 
     def close(self) -> None:
-        """Whoever still waits gets a failure; replies under way are not waited for."""
+        """Pending samples get a failure; does not wait for requests in flight."""
         left = self._queue.close()
         self._sender.stop()
         for _, future in left:
@@ -131,7 +131,7 @@ class Remote:
     def _answer(self, jobs: Sequence[_Job]) -> None:
         try:
             self._ask(jobs)
-        except Exception as error:  # whatever happens here, nobody may wait for ever
+        except Exception as error:  # every future must get a result
             failure = self._failed(str(error) or type(error).__name__, len(jobs))
             for _, future in jobs:
                 if not future.done():
@@ -155,7 +155,7 @@ class Remote:
             future.set_result(score)
 
     def _images(self, samples: Sequence[RewardSample]) -> list[list[Any]]:
-        """Base64, or `{"ref": [sample, image]}` where an earlier sample has the same image."""
+        """Images as base64, or as `{"ref": [sample, image]}` if the same image occurred before."""
         places: dict[Any, list[int]] = {}
 
         def image(media: Media, here: list[int]) -> Any:
@@ -168,7 +168,7 @@ class Remote:
         ]
 
     def _failed(self, why: str, count: int = 1) -> Score:
-        if self._queue.count("failures", count) == count:  # the others are in the metrics
+        if self._queue.count("failures", count) == count:  # warn once; metrics count the others
             logging.getLogger("saccade").warning("samples were not scored: %s", why)
         return Score(kind=self.config.on_failure, reason=f"remote: {why[:QUOTED]}")
 
@@ -178,7 +178,7 @@ class Remote:
 
 
 def _info(reply: Reply) -> dict[str, Any]:
-    """What one of our services says of itself; nothing of any other."""
+    """The self-description of one of our services; empty for any other."""
     with suppress(ValueError):
         said = json.loads(reply.text)
         if reply.status == 200 and isinstance(said, dict) and said.get("protocol") == PROTOCOL:

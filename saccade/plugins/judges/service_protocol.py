@@ -1,8 +1,8 @@
-"""The words of a reward service, both ways: samples to a request, scores to a reply, and back.
+"""The protocol of a reward service: encodes and decodes requests (samples) and replies (scores).
 
-Speaks to services and clients of OpenRLHF and LMM-R1 as well, which know `query`, `prompts` and
-`labels` on the way there and `rewards` on the way back. Sends nothing, opens no file; what it
-cannot make sense of is a ValueError that names the field.
+Compatible with services and clients of OpenRLHF and LMM-R1, which use `query`, `prompts` and `labels`
+in requests and `rewards` in replies. Does no I/O. Invalid input raises a ValueError that names the
+field.
 
     >>> read_reply({"rewards": [1.5, None]}, 2)[1].kind
     'abstain'
@@ -22,7 +22,7 @@ from saccade.types import Score
 
 PROTOCOL = 2
 NO_REASON = "service: it gave no score"
-# What no prose has: special tokens, but for those by which a response points at something.
+# Special tokens, which occur in no prose; except those with which a response marks boxes and objects.
 CHAT_MARK = re.compile(
     r"<\|(?!(?:box|quad|object_ref)_(?:start|end)\|)[^|<>\s]{1,64}\|>|<｜[^｜<>\s]{1,64}｜>"  # noqa: RUF001
     r"|<(?:start|end)_of_turn>|\[/?INST\]"
@@ -30,8 +30,8 @@ CHAT_MARK = re.compile(
 LONGEST_MARK = 80  # characters
 END = re.compile(rf"(?:{CHAT_MARK.pattern}|<eos>)\Z")
 
-# How a `query` is written for services that find the response by the marks of a chat template: a
-# turn, the beginning and the end of the response.
+# Formats of a `query` for services that locate the response by the marks of a chat template: a turn,
+# the beginning and the end of the response.
 MARKS: Mapping[str, tuple[str, str, str]] = {
     "chatml": ("<|im_start|>{role}\n{content}<|im_end|>\n", "<|im_start|>assistant\n", "<|im_end|>"),
     "llama3": (
@@ -80,7 +80,7 @@ ALIASES = {"queries": "query", "datasources": "data_sources", "raw_images": "ima
 
 
 def request_for(samples: Sequence[RewardSample], *, request_id: str, template: str = "chatml") -> dict[str, Any]:
-    """What a service is sent; the same `request_id` is scored once, however often it arrives."""
+    """The body of a request. Requests with the same `request_id` are scored once."""
     return {
         "protocol": PROTOCOL,
         "request_id": request_id,
@@ -104,7 +104,7 @@ def _query(sample: RewardSample, template: str) -> str:
 
 
 def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[RewardSample]:
-    """The samples of a request, without its images; ours carries more than that of others."""
+    """The samples of a request, without its images. Requests of our protocol have more columns."""
     body = {ALIASES.get(name, name): value for name, value in body.items()}
     ours = body.get("protocol") == PROTOCOL
     columns_read = ("query", "responses") if not ours else ("responses",)
@@ -138,7 +138,7 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
 
 
 def _column(body: Mapping[str, Any], name: str, kind: TypeAdapter[Any], count: int | None) -> list[Any]:
-    """A list with an entry for every sample; nothing where the column is missing."""
+    """The validated entries of a column, one per sample; empty if it is missing."""
     value = body.get(name)
     if value is None:
         return []
@@ -157,7 +157,7 @@ def _column(body: Mapping[str, Any], name: str, kind: TypeAdapter[Any], count: i
 
 
 def _prompt(prompt: Any) -> tuple[str, Sequence[Mapping[str, Any]]]:
-    """Its text and its messages; it is a text, or the JSON of messages."""
+    """Text and messages of a prompt, which is a text, a list of messages or its JSON."""
     if messages := _messages(prompt):
         return "\n".join(str(message["content"]) for message in messages), messages
     return (prompt if isinstance(prompt, str) else ""), ()
@@ -176,7 +176,7 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 
 def _content(content: Any) -> str:
-    """Parts of a message as its text, with a mark for each medium."""
+    """The text of a message's parts, with a placeholder such as <image> for each medium."""
     if not isinstance(content, list):
         return str(content)
     records = (part if isinstance(part, dict) else {"text": part} for part in content)
@@ -184,10 +184,10 @@ def _content(content: Any) -> str:
 
 
 def split_query(query: str, prompt: Any = None, response_after: str = "") -> tuple[str, str]:
-    """The response in prompt + response, or why it is not known: an error of its sample alone.
+    """Returns (response, "") from a text prompt + response, or ("", problem), an error of this sample only.
 
-    It is what follows the prompt, or the mark of the turn after those that the prompt has; the whole
-    text where neither is there, unless marks of a chat template show that a prompt is in it.
+    The response follows the prompt, or the mark `response_after` of the turn after the prompt's own. If
+    neither occurs, it is the whole text, unless that contains marks of a chat template.
     """
     if isinstance(prompt, str) and prompt and query.startswith(prompt):
         return _ended(query[len(prompt) :]), ""
@@ -202,7 +202,7 @@ def split_query(query: str, prompt: Any = None, response_after: str = "") -> tup
 
 
 def _ended(response: str) -> str:
-    """Without the tokens that end a turn."""
+    """Remove end-of-turn tokens."""
     response = response.strip()
     while end := END.search(response[-LONGEST_MARK:]):
         response = response[: -len(end[0])].rstrip()
@@ -213,8 +213,8 @@ def _ended(response: str) -> str:
 
 
 def reply_to(scored: Sequence[Scored], *, ours: bool, unscored: float | None) -> dict[str, Any]:
-    """Ours says why a sample has no score. Clients of others make a tensor of everything that they
-    get, so theirs is lists of numbers and nothing else.
+    """The body of a reply. With our protocol it also says why a sample has no score. Other clients convert
+    every field to a tensor, so theirs has only lists of numbers; `unscored` replaces missing rewards.
     """
     names = dict.fromkeys(name for each in scored for name in each.parts)
     parts = {name: [each.parts.get(name) for each in scored] for name in names}
@@ -234,7 +234,7 @@ def reply_to(scored: Sequence[Scored], *, ours: bool, unscored: float | None) ->
 
 
 def read_reply(reply: Any, count: int) -> list[Score]:
-    """One score for each sample, whichever service replied."""
+    """One score per sample, from a reply of our service or another."""
     rewards, columns, errors = reply["rewards"], _parts(reply), reply.get("errors") or {}
     if not isinstance(errors, Mapping):
         raise ValueError("errors: no mapping of indices")
@@ -261,7 +261,7 @@ def read_reply(reply: Any, count: int) -> list[Score]:
 
 
 def _parts(reply: Mapping[str, Any]) -> dict[str, Any]:
-    """Named columns. `scores` and `acc_rewards` are what others call the accuracy."""
+    """Columns of reward parts by name. Other services name the accuracy `scores` or `acc_rewards`."""
     columns = {"accuracy": reply["scores"]} if isinstance(reply.get("scores"), list) else {}
     columns |= reply.get("extra_logs") or {}
     columns |= {k.removesuffix("_rewards"): v for k, v in reply.items() if k.endswith("_rewards")}

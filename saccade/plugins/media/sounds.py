@@ -1,8 +1,8 @@
-"""Sounds as references, and as what every model here hears: one channel, 16,000 samples a second.
+"""Sounds as references, and decoded as all models here expect them: one channel at 16 kHz.
 
 WAV files of integers are read by the standard library; other files (FLAC, OGG, MP3, WAV of floats)
-by the package soundfile where that is installed, and this is the only file that imports it. Opening
-reads headers; `decode` makes samples. Knows nothing of models.
+by the package soundfile if it is installed; only this file imports it. Opening a sound reads its
+header; `decode` returns samples. Knows nothing of models.
 
     >>> open_sound({"array": [0.0] * 8000, "sampling_rate": 8000}).width    # one second
     16000
@@ -28,8 +28,8 @@ from saccade.types import Media
 
 RATE = 16_000
 LONGEST = 30 * RATE
-SHORTEST = RATE // 20  # what gives a model at least one token
-# Sample width in bytes → type, and what is full scale. 24-bit samples are shifted into 32.
+SHORTEST = RATE // 20  # samples that give a model at least one token
+# Sample width in bytes → dtype and full scale. 24-bit samples are shifted into 32 bits.
 WIDTHS = {1: ("u1", 128.0), 2: ("<i2", 2.0**15), 3: ("<i4", 2.0**31), 4: ("<i4", 2.0**31)}
 
 
@@ -74,7 +74,7 @@ def _as_wav(samples: np.ndarray, rate: int) -> Encoded:
 
 
 def _header(data: bytes, name: str) -> tuple[int, int]:
-    """How many samples there are, and how many of them in a second."""
+    """Returns the number of samples and the sampling rate."""
     if (found := _wave(data, name)) is None:
         with _soundfile(data, name) as file:
             return file.frames, file.samplerate
@@ -86,7 +86,7 @@ def decode(media: Media) -> np.ndarray:
     """float32 [samples] at 16 kHz within -1..1."""
     name = media.path or f"sound {media.hash[:12]}"
     samples, rate = _samples(encoded(media), name)
-    # Cut first: what comes after the end is not heard in it.
+    # Cut before resampling, so that samples after the end have no influence.
     mono = resampled(samples.mean(1)[: -(-media.width * rate // RATE)], rate)
     if len(mono) < media.width:
         raise ImageError(f"{name}: shorter than its header says")
@@ -94,7 +94,7 @@ def decode(media: Media) -> np.ndarray:
 
 
 def _samples(data: bytes, name: str) -> tuple[np.ndarray, int]:
-    """[samples, channels] and their rate."""
+    """float32 [samples, channels] and their rate."""
     if (found := _wave(data, name)) is None:
         with _soundfile(data, name) as file:
             return file.read(dtype="float32", always_2d=True), file.samplerate
@@ -111,7 +111,7 @@ def _samples(data: bytes, name: str) -> tuple[np.ndarray, int]:
 
 
 def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
-    """At 16 kHz, by its spectrum: frequencies that the new rate cannot hold go."""
+    """Resample to 16 kHz by truncating or padding the spectrum."""
     if rate == RATE:
         return samples
     length = round(len(samples) * RATE / rate)
@@ -123,7 +123,7 @@ def resampled(samples: np.ndarray, rate: int) -> np.ndarray:
 
 
 def _wave(data: bytes, name: str) -> tuple[Any, bytes] | None:
-    """Parameters and samples of a file that the standard library reads; a header may promise more of them."""
+    """Parameters and raw samples (perhaps fewer than the header says) of a file that `wave` can read, else None."""
     try:
         with wave.open(io.BytesIO(data)) as reader:
             form, raw = reader.getparams(), reader.readframes(reader.getnframes())

@@ -1,8 +1,8 @@
 """Videos as references: which frames of which file are shown, at how many per second.
 
-A video is a film file, an animation, a folder or list of images, or a uint8 array of frames. An
-animation (GIF, WebP, PNG) and images need Pillow alone; a film file is read by OpenCV where that
-is installed, and this is the only file that imports it. Opening reads headers; `decode` makes pixels.
+A video is a film file, an animation, a folder or list of images, or a uint8 array of frames.
+Animations (GIF, WebP, PNG) and images need only Pillow; a film file needs OpenCV, which only this
+file imports. Opening a video reads headers; `decode` returns pixels.
 
     >>> sampled(300, rate=30.0, fps=2.0, least=4, most=768)[:3]    # ten seconds: 20 frames
     (0, 15, 30)
@@ -28,12 +28,12 @@ from saccade.media.kinds import PAIR, PIXELS, MediaKind
 from saccade.media.media_files import DEFAULT_LIMITS, SCHEMES, located, read, reference
 from saccade.types import Media
 
-DEFAULT_DURATION = 100  # milliseconds of a frame that says nothing
+DEFAULT_DURATION = 100  # milliseconds of a frame without a duration
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
 class Film(NamedTuple):
-    """What the header of a file says."""
+    """Contents of a file's header."""
 
     frames: int
     rate: float  # frames per second
@@ -42,9 +42,9 @@ class Film(NamedTuple):
 
 
 def open_video(source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS, **options: Any) -> Media:
-    """A reference to the video in `source`. Of a file, `fps` frames per second are chosen, unless
-    `frames` names them; images are taken to be chosen already, `fps` of them in a second. `options`
-    replace those of the data section: fps, min_frames, max_frames, min_pixels, max_pixels.
+    """A reference to the video in `source`. From a file, `fps` frames per second are sampled, unless
+    `frames` lists their indices. A list of images counts as sampled already, with `fps` per second.
+    `options` override those of the data section: fps, min_frames, max_frames, min_pixels, max_pixels.
     """
     most = max(limits.max_frame_pixels, limits.min_pixels)
     shown = limits.model_copy(update={"max_pixels": most, **options})
@@ -67,14 +67,14 @@ def open_video(source: Any, *, base: Path | None = None, limits: DataConfig = DE
 
 
 def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tuple[int, ...]:
-    """An even number of frames, evenly spread: `fps` per second, within the limits and the file."""
+    """Indices of evenly spread frames, an even number: `fps` per second, at least `least`, at most `most`."""
     wanted = min(max(total / rate * fps, least), most, total)
     count = max(PAIR, int(wanted) // PAIR * PAIR)
     return tuple(int(index * total / count) for index in range(count))
 
 
 def metadata(frames: Sequence[int], fps: float, rate: float) -> dict[str, Any]:
-    """When frames are seen, as processors and engines are told it."""
+    """The time of each frame, in the format of processors and engines."""
     rate = rate or fps
     total = round(len(frames) * rate / fps)
     return {"fps": rate, "frames_indices": [*frames], "total_num_frames": total, "duration": total / rate}
@@ -84,7 +84,7 @@ def metadata(frames: Sequence[int], fps: float, rate: float) -> dict[str, Any]:
 
 
 def _pictures(source: Any, base: Path | None, limits: DataConfig) -> list[Any] | None:
-    """The frames of a source that is no file."""
+    """The frames of a source that is an array, a list or a folder; None for a file."""
     if isinstance(source, np.ndarray) and source.ndim != 4:
         raise ImageError(f"array {list(source.shape)}: a video is [frames, height, width, 3]")
     if isinstance(source, list | tuple | np.ndarray):
@@ -116,15 +116,15 @@ def _from_pictures(listed: Sequence[Any], fps: float, most: int, limits: DataCon
 
 
 def decode(media: Media, shrink: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
-    """The frames that are shown, uint8 [frames, height, width, 3]. Each is shrunk as soon as it is
-    read: hundreds of large ones would not fit into memory.
+    """The frames of a video, uint8 [frames, height, width, 3]. Each is shrunk as soon as it is read,
+    since hundreds of large frames would not fit into memory.
     """
     frames = {index: shrink(frame) if shrink else frame for index, frame in _frames(media)}
     return np.stack([frames[index] for index in media.frames])
 
 
 def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
-    """Every frame that is shown, once."""
+    """(index, frame) of each frame of the video, without repetitions."""
     missing = set(media.frames)
     if media.pictures:
         yield from ((index, images.decode(media.pictures[index])) for index in sorted(missing))
@@ -132,7 +132,7 @@ def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
     name, data = media.path or f"video {media.hash[:12]}", b""
     if media.path is None or _is_animation(_start(media.path)):
         data = encoded(media)
-    else:  # OpenCV reads a film from its path, and not all of it into memory
+    else:  # OpenCV reads a film from its path, without loading the whole file
         require_unchanged(media)
     wanted = sorted(missing)
     animated = _is_animation(data)
@@ -148,7 +148,7 @@ def _frames(media: Media) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def _start(path: str) -> bytes:
-    """The bytes that tell the kind of a file."""
+    """The first bytes of a file, which identify its format."""
     with open(path, "rb") as file:
         return file.read(12)
 
@@ -160,7 +160,7 @@ def _is_animation(data: bytes) -> bool:
 def _probe_animation(data: bytes, name: str) -> Film:
     with image_files.opened(data, name) as image:
         try:
-            image.load()  # WebP tells the duration of a frame with its pixels
+            image.load()  # needed for the duration of a WebP frame
             frames = getattr(image, "n_frames", 1)
         except Exception as error:  # broken files make Pillow raise almost anything
             raise ImageError(f"{name}: cannot be decoded: {error}") from None
@@ -200,7 +200,7 @@ def _film_frames(name: str, data: bytes, path: str | None, wanted: Sequence[int]
 
 @contextmanager
 def _captured(name: str, data: bytes, path: str | None) -> Iterator[tuple[Any, Any]]:
-    """OpenCV with the film open; it reads files only."""
+    """(cv2, opened capture). OpenCV reads only files, so data without a path is written to a temporary one."""
     if importlib.util.find_spec("cv2") is None:
         raise EnvironmentProblem(
             f"{name}: a film file needs OpenCV: pip install opencv-python-headless; animated GIF "

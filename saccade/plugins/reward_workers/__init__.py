@@ -1,1 +1,1 @@
-"""Rewards in killable processes: verifiers that may hang, and functions of the user in the forms of other systems."""
+"""Rewards in killable processes: verifiers that may hang, and the user's functions, also in other systems' formats."""

@@ -1,9 +1,9 @@
-"""Killable worker processes: a verifier that hangs or crashes costs its sample only.
+"""Killable worker processes: a verifier that hangs or crashes fails only its own sample.
 
-One thread per process sends it chunks of samples and watches the clock. When a sample hangs, its
-process group is ended, the sample becomes an error, and the rest of its chunk goes to a new
-process. When a process dies, the sample at work is tried once more, alone: the process may have
-been killed from outside.
+One thread per process sends it chunks of samples and enforces deadlines. If a sample hangs, its
+process group is killed, the sample becomes an error, and the rest of its chunk goes to a new
+process. If a process dies, the sample that it was scoring is retried once, alone, because the
+process may have been killed from outside.
 
     >>> from saccade.rewards.reward_sample import RewardSample
     >>> with WorkerPool(workers=1, deadline=10) as pool:
@@ -32,7 +32,7 @@ from saccade.types import Score
 
 WORKER = "saccade.plugins.reward_workers.worker"
 START_LIMIT = 120.0  # seconds for a process to start and to import the function
-GRACE = 1.0  # beyond the deadline, where the worker keeps it itself
+GRACE = 1.0  # seconds after the deadline of several samples at once, whose coroutines the worker itself times out
 LARGEST_CHUNK = 32
 CRASHED, CLOSED = "crashed", "closed: the pool was closed first"
 
@@ -47,13 +47,13 @@ class _Call(NamedTuple):
 class _Job:
     call: _Call
     future: Future[Score]
-    sample: str | None = None  # JSON; None only asks whether the function loads
-    alone: bool = False  # in its chunk
-    survived: bool = False  # the end of a process; a second one is its fault
+    sample: str | None = None  # JSON; None only checks that the function loads
+    alone: bool = False  # must be the only job of its chunk
+    survived: bool = False  # a process died while scoring it; if a second one does, the job fails
 
 
 class WorkerPool:
-    """`submit` from any thread; results arrive in the futures, never as exceptions."""
+    """`submit` may be called from any thread; futures get scores, never exceptions."""
 
     def __init__(self, workers: int, deadline: float) -> None:
         self.deadline = deadline
@@ -62,8 +62,8 @@ class WorkerPool:
         self._closed, self._workers = False, workers
         self._children: set[Process] = set()
         self._begin: Callable[[], Process] = start_worker
-        self._apart: set[_Call] = set()  # take lists and fail on them, but not on one sample
-        self.replaced = 0  # processes that hung or died
+        self._apart: set[_Call] = set()  # batch functions that fail on several samples, but not on single ones
+        self.replaced = 0  # number of processes that hung or died
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
         for thread in self._threads:
             thread.start()
@@ -80,11 +80,11 @@ class WorkerPool:
         return self._enqueue(verifier, args or {}, to_json(sample, brief=brief))
 
     def alive(self) -> int:
-        """Processes that run; they are started when there is work for them."""
+        """Number of running processes; each is started when there is work for it."""
         return len(self._children)
 
     def check(self, verifier: str, args: Mapping[str, Any] | None = None) -> str | None:
-        """Why a function cannot be loaded or called with these arguments; None when it can."""
+        """Why a function cannot be loaded or called with these arguments; None if it can."""
         score = self._enqueue(verifier, args or {}, None).result()
         return score.reason if score.kind == "error" else None
 
@@ -106,7 +106,7 @@ class WorkerPool:
         own = VERIFIERS[verifier].deadline if verifier in VERIFIERS else None
         call = _Call(verifier, json.dumps(args), min(self.deadline, own or self.deadline))
         job = _Job(call=call, future=Future(), sample=sample, alone=sample is None)
-        job.future.set_running_or_notify_cancel()  # a reward that was asked for is not cancelled
+        job.future.set_running_or_notify_cancel()  # from now on it cannot be cancelled
         self._put([job])
         return job.future
 
@@ -120,7 +120,7 @@ class WorkerPool:
         _fail(jobs, CLOSED)
 
     def _take(self) -> list[_Job]:
-        """The next chunk, small enough that all workers get a share; empty when closed."""
+        """The next chunk, small enough that all workers get some; empty if the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._queues or self._closed)
             if self._closed:
@@ -132,11 +132,11 @@ class WorkerPool:
             while jobs and len(chunk) < size and not (chunk[0].alone or jobs[0].alone):
                 chunk.append(jobs.popleft())
             if jobs:
-                self._queues[call] = jobs  # at the end: calls take turns
+                self._queues[call] = jobs  # at the end: round-robin over calls
             return chunk
 
     def move(self, begin: Callable[[], Process]) -> None:
-        """From now on processes are started so; one that runs ends before its next chunk."""
+        """Start processes with `begin` from now on; running ones are replaced before their next chunk."""
         self._begin = begin
 
     def _serve(self) -> None:
@@ -150,7 +150,7 @@ class WorkerPool:
                 begun = self._begin
                 child = child or self._start()
                 usable = self._run(child, chunk)
-            except Exception as error:  # whatever happens here, nobody may wait for ever
+            except Exception as error:  # every future must get a result
                 usable = False
                 _fail(chunk, f"worker: {type(error).__name__}: {error}")
             if child is not None and not usable:
@@ -175,7 +175,7 @@ class WorkerPool:
         child.close()
 
     def _run(self, child: Process, chunk: list[_Job]) -> bool:
-        """Have a chunk scored. False when the process can no longer be used."""
+        """Score a chunk in the process. False if the process can no longer be used."""
         call, proven = chunk[0].call, child.asked > 0
         samples = [job.sample for job in chunk if job.sample is not None]
         request = {**call._asdict(), "apart": call in self._apart, "samples": samples}
@@ -183,7 +183,7 @@ class WorkerPool:
             reply = child.ask(request, seconds=START_LIMIT).row
         except (Ended, TimeoutError):
             trouble = _trouble(child, f"not loaded after {START_LIMIT:g} s")
-            if proven:  # it ended while idle: not the fault of this chunk
+            if proven:  # it has worked before, so it ended while idle: retry this chunk
                 self._put(chunk)
             elif trouble.startswith(CRASHED):
                 self._blame(chunk, True, trouble)
@@ -223,7 +223,7 @@ class WorkerPool:
         return True
 
     def _blame(self, waiting: list[_Job], together: bool, reason: str) -> None:
-        """The sample at work is at fault. Several at work at once: each is tried again alone."""
+        """Fail the sample that was being scored, or retry it once after a crash; retry each alone if `together`."""
         suspects = waiting if together else waiting[:1]
         died = reason.startswith(CRASHED)
         for job in suspects:

@@ -1,7 +1,7 @@
-"""Reward functions of the user, `path/file.py:name`: loading, signatures, return values.
+"""The user's reward functions, `path/file.py:name`: loading, signatures, return values.
 
-The form follows from the names of the parameters: the first row of FORMS that fits them. So reward
-files of TRL, R1-V, LMM-R1, EasyR1 and verl work as they are.
+The names of the parameters determine how a function is called: by the first row of FORMS that fits.
+So reward files of TRL, R1-V, LMM-R1, EasyR1 and verl work unchanged.
 
     >>> form_of(lambda sample, bonus=0.0: 1.0).known_by
     ('sample',)
@@ -20,24 +20,24 @@ from saccade.rewards.verifiers import DEFAULT_NAME, LATE, split_name
 from saccade.types import Score
 from saccade.user_code import user_module
 
-TOTALS = ("overall", "value", "score")  # what a dict may call the reward
+TOTALS = ("overall", "value", "score")  # keys that may hold the reward in a dict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a function is called: for one sample, or for several at once."""
+    """How a function is called: with one sample, or with several at once (`batch`)."""
 
-    known_by: tuple[str, ...]  # parameters
-    arguments: Callable[[Any], Any]  # by name; with `first`, that of the first parameter
+    known_by: tuple[str, ...]  # parameter names
+    arguments: Callable[[Any], Any]  # sample(s) → arguments by name; with `first`, the first argument
     batch: bool = False
-    first: bool = False  # known by its first parameter; others are args of the term
+    first: bool = False  # identified by its first parameter; the others are args of the term
 
 
 _loaded = cache(user_module)
 
 
 def load(verifier: str) -> Callable[..., Any]:
-    """The function, from its file. Raises what the file raises."""
+    """Import the function from its file. Exceptions of the file propagate."""
     path, name = split_name(verifier) or (verifier, DEFAULT_NAME)
     module = _loaded(Path(path).resolve())
     if not callable(function := getattr(module, name, None)):
@@ -87,7 +87,7 @@ def _reward_input(sample: RewardSample) -> dict[str, Any]:
 
 
 def _lists(single: Callable[[RewardSample], Mapping[str, Any]]) -> Callable[[Sequence[RewardSample]], Any]:
-    """The same for several samples: lists, under the names with an s."""
+    """The batch version: lists, under the names with an s appended."""
 
     def plural(samples: Sequence[RewardSample]) -> Mapping[str, Any]:
         rows = list(map(single, samples))
@@ -119,19 +119,19 @@ FORMS = (
 
 
 def form_of(function: Callable[..., Any]) -> Form:
-    """A function of one parameter with any other name is given a sample."""
+    """The first form that fits a function's parameters; SAMPLE if none does."""
     names = list(inspect.signature(function).parameters)
     fitting = (f for f in FORMS if set(f.known_by) <= set(names[:1] if f.first else names))
     return next(fitting, SAMPLE)
 
 
 def check_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> None:
-    """Refuse arguments that the function does not take, and required ones that are missing."""
+    """Raise TypeError for arguments that the function does not accept, and for missing required ones."""
     form, signature = form_of(function), inspect.signature(function)
     sample = RewardSample(id="", response="")
     given = {} if form.first else form.arguments([sample] if form.batch else sample)
     named = _accepted(signature, given)
-    # Of completions: what else it requires are columns of the data.
+    # With `completions`, further required parameters are columns of the data.
     bind = signature.bind_partial if form.arguments is _columns else signature.bind
     try:
         bind(*[sample] * form.first, **{**named, **args})
@@ -145,7 +145,7 @@ def check_arguments(function: Callable[..., Any], args: Mapping[str, Any]) -> No
 
 
 def call(function: Callable[..., Any], form: Form, given: Any, args: Mapping[str, Any]) -> Any:
-    """One call, for a sample or for a list of them; the result may be a coroutine."""
+    """Call a function with a sample, or a list of them; the result may be a coroutine."""
     if form.first:
         return function(form.arguments(given), **args)
     return function(**{**_accepted(inspect.signature(function), form.arguments(given)), **args})
@@ -158,7 +158,7 @@ def _accepted(signature: inspect.Signature, named: Mapping[str, Any]) -> Mapping
 
 
 def late(deadline: float, *, own: bool = False) -> str:
-    """`own`: the deadline of a built-in verifier, which no option raises."""
+    """The reason of a timeout. `own`: a built-in verifier's deadline, which no option can raise."""
     return f"no result after {deadline:g} s" + ("" if own else f" ({LATE})")
 
 
@@ -170,7 +170,7 @@ class BadLength(ValueError):
 
 
 def to_scores(result: Any, count: int) -> list[Score]:
-    """A list result as scores."""
+    """The scores in a batch function's result."""
     if isinstance(result, Mapping) and "rewards" in result:
         result = result["rewards"]
     if hasattr(result, "tolist"):
@@ -182,7 +182,7 @@ def to_scores(result: Any, count: int) -> list[Score]:
 
 
 def to_score(result: Any) -> Score:
-    """A float, a mapping with `overall`, `value` or `score`, or a Score; all else is an error."""
+    """The score of a float, a mapping with `overall`, `value` or `score`, or a Score; else an error score."""
     if isinstance(result, Score):
         broken = (part for part in map(_finite, result.parts.values()) if part.kind == "error")
         return next(broken, result)

@@ -1,9 +1,9 @@
-"""The process for verifiers that may hang, crash or belong to the user.
+"""The worker process for verifiers that may hang or crash, and for the user's functions.
 
-A request holds its id, a verifier, its arguments, a deadline, samples and whether they are scored
-apart. The first reply says that the function is loaded, or why not; one reply follows per sample,
-none where there are no samples. Every reply names the request that it answers. The parent enforces
-the deadline: it ends this process.
+A request holds its id, a verifier, its arguments, a deadline, samples, and `apart`: whether to score
+them one by one. The first reply says that the function is loaded, or why not; then one reply per
+sample follows. Every reply has the id of its request. The parent enforces the deadline by killing
+this process.
 
     $ python -m saccade.plugins.reward_workers.worker    # started by pool.py
 """
@@ -23,7 +23,7 @@ from saccade.types import Score
 from saccade.user_code import raised_at
 
 Emit = Callable[[Mapping[str, Any]], None]
-RAISED = (Exception, SystemExit, KeyboardInterrupt)  # by user code
+RAISED = (Exception, SystemExit, KeyboardInterrupt)  # that user code may raise
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def serve(request: Mapping[str, Any], emit: Emit) -> None:
-    """Answer one request: `together` or `failed`, then `{index, score}` for every sample."""
+    """Answer one request: `together` or `failed`, then `{index, score}` per sample; `apart` if a batch call fails."""
     verifier, args = request["verifier"], json.loads(request["args"])
     file = (split_name(verifier) or (None,))[0]
     try:
@@ -65,7 +65,7 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
     async def awaited(sample: RewardSample) -> Score:
         try:
             return custom.to_score(await custom.call(function, form, sample, args))
-        except RAISED as error:  # here: outside of its task an exit would end all of them
+        except RAISED as error:  # caught within the task: a SystemExit outside would end all tasks
             return failure(error)
 
     async def in_time(index: int, sample: RewardSample) -> None:
@@ -83,7 +83,7 @@ def serve(request: Mapping[str, Any], emit: Emit) -> None:
     if together and len(samples) > 1:
         try:
             found = scores(samples)
-        except RAISED as error:  # then one at a time, so that only the culprits fail
+        except RAISED as error:  # then score them one at a time, so that only faulty samples fail
             emit({"apart": failure(error).reason})
         else:
             for index, value in enumerate(found):

@@ -1,4 +1,4 @@
-"""What a config alone can say against an encoder of time series."""
+"""Checks of options for an encoder of time series."""
 
 from collections.abc import Iterator
 from pathlib import Path

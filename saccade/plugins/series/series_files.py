@@ -1,8 +1,8 @@
-"""Time series as references, and as what an encoder reads: numbers [leads, samples], all finite.
+"""Time series as references, and decoded to arrays [leads, samples] of finite numbers.
 
 A source is nested lists, an array, or a file by its path or its bytes: NPY [leads, samples], or CSV
-with a column for each lead and a line for each sample. Nothing is unpickled. Series are read whole
-when they are opened, for one bad number spoils a row. Knows nothing of models.
+with a column for each lead and a line for each sample. Nothing is unpickled. Opening a series reads
+all of it, to find numbers that are not finite. Knows nothing of models.
 
     >>> open_series([[0.0, 1.0, 0.0], [2.0, 2.0, 2.0]]).width, decode(open_series([1, 2])).shape
     (3, (1, 2))
@@ -24,15 +24,15 @@ from saccade.media.kinds import MediaKind
 from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read, reference
 from saccade.types import Media
 
-# Python 3.11 parses literals in one thread at a time only: others see a SystemError now and then.
+# In Python 3.11, parsing literals (of an NPY header) is not thread-safe: it occasionally raises SystemError.
 PARSING = threading.Lock()
 FILES = (str, bytes, bytearray, Path, Mapping)
 EXPECTED = "a time series is numbers [leads, samples], such as [[0.1, 0.2], [0.0, 0.3]]"
 
 
 def is_one(value: Any) -> bool:
-    """Whether a list is one series, numbers or leads of numbers, and not several of them. Leads of
-    texts are one, too, that is refused when it is opened.
+    """Whether a list is one series (numbers, or leads of numbers) rather than several. Leads of strings
+    also count as one, which is refused when it is opened.
     """
     depth = 0
     while depth < 2 and isinstance(value, list | tuple) and value:
@@ -42,7 +42,7 @@ def is_one(value: Any) -> bool:
 
 
 def open_series(source: Any, *, base: Path | None = None, limits: DataConfig = DEFAULT_LIMITS) -> Media:
-    """A reference to the series in `source`; of a long one its beginning, if that is allowed."""
+    """A reference to the series in `source`; a long one is truncated or refused (data.long_series)."""
     file = _encoded(source, base, limits)
     leads, samples = _values(file.data, file.name).shape
     if samples > limits.max_series and limits.long_series == "reject":
@@ -68,7 +68,7 @@ def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     try:
         if np.asarray(source).dtype.kind in "SU":
             raise ValueError("text instead of numbers")
-        with np.errstate(over="ignore"):  # what float32 cannot hold is found later
+        with np.errstate(over="ignore"):  # overflow becomes infinite, which `_values` refuses
             values = np.asarray(source, np.float32)
     except (ValueError, TypeError) as error:
         why = "leads of different lengths" if "inhomogeneous" in str(error) else str(error)
@@ -79,7 +79,7 @@ def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
 
 
 def _values(data: bytes, name: str) -> np.ndarray:
-    """float32 [leads, samples] of a whole file."""
+    """float32 [leads, samples] of a whole file, checked to be finite."""
     try:
         made = _npy(data) if data.startswith(npy.MAGIC_PREFIX) else _csv(data)
         values = made[None] if made.ndim == 1 else made
@@ -87,7 +87,7 @@ def _values(data: bytes, name: str) -> np.ndarray:
             raise ValueError("empty" if not values.size else f"an array {list(values.shape)}")
     except UnicodeDecodeError:
         raise ImageError(f"{name}: neither NPY nor CSV, which is text; {EXPECTED}") from None
-    except (ValueError, MemoryError) as error:  # a header may promise more than fits
+    except (ValueError, MemoryError) as error:  # a header may declare more than fits into memory
         raise ImageError(f"{name}: {error}; {EXPECTED}") from None
     with np.errstate(over="ignore"):
         values = values.astype(np.float32)

@@ -1,19 +1,19 @@
-"""An encoder of time series beside a model of any family: a plug-in, and off unless a config names
-one or a model folder holds one.
+"""An encoder of time series for a model of any family. It is off unless a config names one or a model
+folder holds one.
 
 It is a separate tower, `series`. In a prompt a series is a run of one placeholder id, whose
-embeddings its output replaces; text positions go on over it as over words. The id is one that
-exists and that no text gives: a row of the embedding past the tokenizer's end (most models have
-some), else a special token that is reserved for nothing. So no vocabulary grows, no id moves, and
-it is never sampled. The weights lie beside those of the model, in a separate file, with the
-settings in its header: code that does not know the file loads the model as before.
+embeddings are replaced by the encoder's output; position ids count its tokens like text. The id
+exists in the model, but no text maps to it: an embedding row past the tokenizer's vocabulary (most
+models have some), else an unused special token. So the vocabulary and its ids do not change, and the
+id is banned from sampling. The weights are in a separate file in the model's folder, with the
+settings in its header; code that does not know this file loads the model as before.
 
-A module of the user, `file.py:function`, comes from `function(channels, hidden)` and has
+The user's module, `file.py:function`, is returned by `function(channels, hidden)` and has
 
     forward(values [channels, samples]) -> [tokens, hidden]
-    tokens(channels, samples) -> int                            # as many as forward gives
+    tokens(channels, samples) -> int                            # number of tokens that forward returns
 
-It is run in float32, one series at a time, and computes the same in training and in evaluation.
+It runs in float32, one series at a time, and must compute the same in training and in evaluation.
 
     family = plugged(load_family(folder), SeriesConfig(encoder="patches"))
     model = load_model(family, dtype=dtype, device=device)      # model.series: the encoder
@@ -45,18 +45,18 @@ from saccade.plugins.series import user_encoder
 from saccade.system.contents import File, on_host, tensor_file
 from saccade.types import Media, MediaSpan
 
-KIND = "series"  # of media; also the tower's name, and that of its module in the model
+KIND = "series"  # kind of media; also the name of the tower, and of its module in the model
 BUILT_IN = "patches"
 SPARE = re.compile("reserved|unused|extra|place.?holder", re.IGNORECASE)
-FARTHEST = 10.0  # of the usual distance from a lead's median; what lies farther off is cut there
-GRID = (0, 0, 0)  # of a span: no patches of an image
+FARTHEST = 10.0  # normalised values are clamped to ± this
+GRID = (0, 0, 0)  # of a media span: there are no image patches
 
 
 # -- the family ------------------------------------------------------------------------------------
 
 
 def plugged(family: Family, given: SeriesConfig) -> Family:
-    """The family with an encoder, where the config names one or the family's folder holds one."""
+    """The family with an encoder, if the config names one or the family's folder holds one."""
     settings = _settings(Path(family.path), given)
     if settings is None:
         return family
@@ -86,7 +86,7 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
         return own.expand(text, [one for one in media if one.kind != KIND])
 
     def embed(model: Any, ids: Tensor, places: Tensor, features: Tensor) -> dict[str, Any]:
-        """The family's own keeps the ids that it does not know, as words between the frames of a video."""
+        """Embeddings of media positions. family.embed keeps the word embedding of ids that it does not know."""
         options = family.embed(model, ids, places, features)  # type: ignore[misc]
         rows = options["inputs_embeds"].squeeze(0)
         first = features[:, : rows.shape[1]].to(rows.dtype)
@@ -117,7 +117,7 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
 
 
 def _counter(family: Family, settings: SeriesConfig) -> Callable[[Media], int]:
-    """How many tokens a series is."""
+    """A function that returns the number of tokens of a series."""
     if settings.encoder == BUILT_IN:
         return lambda media: -(-media.width // settings.patch)
     from transformers import AutoConfig
@@ -127,7 +127,7 @@ def _counter(family: Family, settings: SeriesConfig) -> Callable[[Media], int]:
 
 
 def _settings(folder: Path, given: SeriesConfig) -> SeriesConfig | None:
-    """Those of the encoder that the folder holds; what the config says must not differ."""
+    """Settings of the encoder in the folder, which must agree with the config; else those of the config, or None."""
     path = folder / SERIES_FILE
     if not path.is_file():
         return None if given.encoder is None else given
@@ -137,20 +137,20 @@ def _settings(folder: Path, given: SeriesConfig) -> SeriesConfig | None:
         stored = SeriesConfig(**json.loads((file.metadata() or {}).get(KIND, "{}")))
     for name in sorted(given.model_fields_set):
         mine, theirs = getattr(given, name), getattr(stored, name)
-        own = name == "encoder" and BUILT_IN not in (mine, theirs)  # its file may have moved
+        own = name == "encoder" and BUILT_IN not in (mine, theirs)  # a user's file may have moved
         if mine is not None and mine != theirs and not own:
             hint = "remove the option, or begin with a model.path without an encoder"
             raise ConfigError(f"model.series.{name}={mine}: the encoder in {folder} has {theirs}; {hint}")
     if stored.encoder == BUILT_IN:
         return stored
-    if given.encoder is None:  # code is run where a config names it, never because a folder does
+    if given.encoder is None:  # user code runs only if the config names it, not because a model folder does
         hint = f"say where it is, such as model.series.encoder={stored.encoder}"
         raise ConfigError(f"model.series.encoder: {folder} holds the weights of a user's module; {hint}")
     return stored.model_copy(update={"encoder": given.encoder})
 
 
 def fingerprint(settings: SeriesConfig) -> bytes:
-    """All that decides how many tokens a series has."""
+    """Bytes that identify everything that the number of tokens depends on: settings and the user's file."""
     file = Path(str(settings.encoder).rpartition(":")[0])
     return settings.model_dump_json().encode() + (file.read_bytes() if file.is_file() else b"")
 
@@ -175,14 +175,14 @@ def _token(family: Family, settings: SeriesConfig) -> int:
 
 
 class Patches(nn.Module):
-    """A token for each patch of P samples of all leads: linear, places, transformer, linear."""
+    """One token per patch of P samples of all leads: linear, position embedding, transformer, linear."""
 
     def __init__(self, settings: SeriesConfig, *, hidden: int, spread: float) -> None:
-        """`spread`: about how large numbers of the model's own embeddings are."""
+        """`spread`: standard deviation of the initial output, about that of the model's embeddings."""
         super().__init__()
         width, self.patch = settings.width, settings.patch
         self.first = nn.Linear(settings.channels * settings.patch, width)
-        # Other activations take another code path when there are no gradients.
+        # With relu or gelu, torch would use another code path (with other rounding) when there are no gradients.
         options: dict[str, Any] = {"activation": functional.silu, "batch_first": True, "norm_first": True}
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(width, gcd(width, 4), 4 * width, dropout=0.0, **options)
@@ -193,7 +193,7 @@ class Patches(nn.Module):
         nn.init.zeros_(self.last.bias)
 
     def forward(self, values: Tensor) -> Tensor:
-        """[C, T] of one series, or [N, C, T] of several."""
+        """[C, T] of one series, or [N, C, T] of several → [tokens, hidden] or [N, tokens, hidden]."""
         padded = functional.pad(normalised(values), (0, -values.shape[-1] % self.patch))
         cut = padded.unflatten(-1, (-1, self.patch)).transpose(-3, -2).flatten(-2)  # […, C·P]
         hidden = self.first(cut)
@@ -204,8 +204,8 @@ class Patches(nn.Module):
 
 
 def normalised(values: Tensor) -> Tensor:
-    """[…, C, T], each lead around its median and by the distance of its quartiles; where they are
-    the same number, as between rare spikes, by its deviation.
+    """[…, C, T] → each lead minus its median, divided by its interquartile range / 1.349, or if that is 0
+    (a constant lead with rare spikes) by its standard deviation.
     """
     quarters = torch.arange(1, 4, device=values.device, dtype=values.dtype) / 4
     low, middle, high = values.quantile(quarters, dim=-1, keepdim=True)
@@ -216,7 +216,7 @@ def normalised(values: Tensor) -> Tensor:
 
 
 def places(like: Tensor) -> Tensor:
-    """[tokens, width] sines and cosines: any number of tokens has some."""
+    """Sinusoidal position embeddings [tokens, width], for any number of tokens."""
     tokens, width = like.shape[-2:]
     steps = torch.exp(torch.arange(width // 2, device=like.device) * (-2 * log(1e4) / width))
     angles = torch.arange(tokens, device=like.device)[:, None] * steps
@@ -224,7 +224,7 @@ def places(like: Tensor) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """Runs the module inside, ours or the user's, on all series of a forward; checks the number of tokens."""
+    """Runs the inner module, ours or the user's, on all series of a forward; checks the number of tokens."""
 
     def __init__(self, settings: SeriesConfig, text_config: Any) -> None:
         super().__init__()
@@ -248,8 +248,8 @@ class Encoder(nn.Module):
 
 
 def attach(model: Any, family: Family, *, seed: int) -> None:
-    """The encoder of the family's folder, or one that is drawn. In float32 even beside a bf16
-    model: it is small, and so are differences that matter between samples.
+    """Attach the encoder of the family's folder, or a randomly initialised one. It is float32 even with a
+    bf16 model: it is small, and small differences between samples matter.
     """
     assert family.series is not None
     like, text_config = next(model.parameters()), model.config.get_text_config()
@@ -269,7 +269,7 @@ def attach(model: Any, family: Family, *, seed: int) -> None:
 
 @contextmanager
 def without_series(model: Any) -> Iterator[Encoder | None]:
-    """Inside, the model is that of its family; the encoder, or None where there was none."""
+    """Context manager that detaches the encoder from the model and yields it (None if there is none)."""
     encoder = getattr(model, KIND, None)
     if not isinstance(encoder, Encoder):
         yield None
@@ -283,5 +283,5 @@ def without_series(model: Any) -> Iterator[Encoder | None]:
 
 def file(encoder: Encoder, *, copy: bool = False) -> File:
     tensors = {name: on_host(t, copy=copy) for name, t in encoder.state_dict().items()}
-    settings = {KIND: encoder.settings.model_dump_json()}  # of two entries, either may be written first
+    settings = {KIND: encoder.settings.model_dump_json()}  # a single entry: the order of several is not fixed
     return SERIES_FILE, tensor_file(tensors, settings)

@@ -1,6 +1,6 @@
-"""An encoder of time series that a user wrote, `file.py:function`: loaded, called, tried once.
+"""The user's encoder of time series, `file.py:function`: loads it, calls it, and tests it once.
 
-What goes wrong in their code is a ConfigError with the file, the line and what was raised.
+Exceptions in the user's code become a ConfigError with the file, the line and the exception.
 
     module = load("own.py:make", channels=8, hidden=1536)
     counter("own.py:make", channels=8, hidden=1536)(media)
@@ -19,7 +19,7 @@ from saccade.media.pixel_cache import DECODED
 from saccade.types import Media
 from saccade.user_code import raised_at, user_symbol
 
-CLOSE = 1e-4  # of the largest number: two forwards may differ by rounding
+CLOSE = 1e-4  # tolerance for rounding, relative to the largest output: two forwards must agree
 
 
 def load(encoder: str, *, channels: int, hidden: int) -> nn.Module:
@@ -40,7 +40,7 @@ def _refusal(encoder: str, why: str) -> ConfigError:
 
 @contextmanager
 def blamed(encoder: str, doing: str) -> Iterator[None]:
-    """What the user's file raises inside says where."""
+    """Context manager that turns exceptions of the user's file into a ConfigError with their location."""
     try:
         yield
     except (SaccadeError, torch.OutOfMemoryError):
@@ -50,7 +50,7 @@ def blamed(encoder: str, doing: str) -> Iterator[None]:
 
 
 def counter(encoder: str, *, channels: int, hidden: int) -> Callable[[Media], int]:
-    """A function that gives the tokens of a series; the module is tried out with the first one."""
+    """A function that returns the number of tokens of a series; the first series also tests the module."""
     module: Any = load(encoder, channels=channels, hidden=hidden)
     untried = True
 
@@ -62,7 +62,7 @@ def counter(encoder: str, *, channels: int, hidden: int) -> Callable[[Media], in
             what = f"{media.width} samples are {tokens} tokens of {encoder}"
             raise ImageError(f"{media.path or 'series'}: {what}; give more samples")
         if untried:
-            values = torch.tensor(DECODED.get(media))  # a copy: it may be written to
+            values = torch.tensor(DECODED.get(media))  # a copy: the module may write to it
             _try_out(encoder, module, values, [tokens, hidden])
             untried = False
         return tokens
@@ -71,7 +71,7 @@ def counter(encoder: str, *, channels: int, hidden: int) -> Callable[[Media], in
 
 
 def forward(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[int]) -> Tensor:
-    """One series, as many tokens as were promised."""
+    """Encode one series; raises if the output has another shape than `shape`, [tokens, hidden]."""
     with blamed(encoder, f"forward of {list(values.shape)}"):
         made = module(values)
     found = list(made.shape) if isinstance(made, Tensor) else f"a {type(made).__name__}"
@@ -81,7 +81,7 @@ def forward(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[int
 
 
 def _try_out(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[int]) -> None:
-    """Before anything is trained: one series of the data, twice, as training computes it."""
+    """Check, before training, that two forwards of a series in training mode are finite and agree."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         first, second = (forward(encoder, module.train(), values, shape) for _ in range(2))
     if not first.isfinite().all():

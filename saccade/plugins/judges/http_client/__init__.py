@@ -1,1 +1,1 @@
-"""Asking a model behind an endpoint, for an engine or a judge."""
+"""HTTP client of a model endpoint, for an engine or a judge."""

@@ -1,8 +1,8 @@
-"""Asks an endpoint and waits for its answer, from any thread: sent and retried by a `Sender`, counted, and with a cache
-on disk never asked, or paid for, twice. Knows nothing of engines or episodes, so a judge can use it as it is.
+"""Asks an endpoint and waits for its answer; thread-safe. Requests are sent and retried by a `Sender` and counted; with
+a cache on disk, none is sent or paid for twice. Knows nothing of engines or episodes, so that a judge can use it, too.
 
-Images are sent as base64 text of at most the medium's pixel budget. A file that is fine as it is travels byte by byte;
-one that is too large, is rotated, is a crop, or has a format that few endpoints read, is encoded again as PNG.
+Images are sent as base64 with at most the medium's max_pixels. A file is sent unchanged if possible; it is re-encoded
+as PNG if it is too large, rotated or a crop, or if few endpoints support its format.
 
     client = ChatClient(HttpConfig(url="http://127.0.0.1:8000/v1"))
     client.ask([Message(role="user", parts=("2 + 2?",))], Sampling(temperature=0), seed=0).text
@@ -33,12 +33,12 @@ from saccade.plugins.judges.http_client.sender import Sender, Target, key_from
 from saccade.types import Media, Message, Sampling
 
 COMMON = ("PNG", "JPEG", "WEBP")
-KEPT = 64  # encoded images
+KEPT = 64  # encoded images in the cache
 
 
 @lru_cache(maxsize=KEPT)
 def encode(media: Media) -> tuple[str, str]:
-    """Its type and its base64 text."""
+    """MIME type and base64 text of an image."""
     if media.kind != "image":
         raise ImageError(f"{media.path or media.hash}: endpoints are sent images, and no {media.kind}")
     small = media.width * media.height <= media.max_pixels
@@ -59,7 +59,7 @@ def encode(media: Media) -> tuple[str, str]:
 
 Picture = Callable[[Media], tuple[str, str]]
 Body = dict[str, Any]
-CHARACTERS_PER_TOKEN = 4  # of an answer whose tokens the endpoint does not count
+CHARACTERS_PER_TOKEN = 4  # estimate, if the endpoint does not count an answer's tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ class Answer:
 
 
 def settings(sampling: Sampling, seed: int) -> Body:
-    """The fields of a request that say how to sample."""
-    # Not every server takes these, so they are sent only when they say something.
+    """The sampling fields of a request."""
+    # Not every server accepts these, so they are sent only if they differ from the default.
     optional = {"stop": list(sampling.stop), "top_k": max(0, sampling.top_k), "ignore_eos": sampling.ignore_eos}
     return {
         "temperature": sampling.temperature,
@@ -83,11 +83,11 @@ def settings(sampling: Sampling, seed: int) -> Body:
 
 
 def read_answer(reply: Mapping[str, Any], sampling: Sampling) -> Answer:
-    """The answer in a reply; its tokens are estimated where the endpoint does not count them."""
+    """The answer in a reply; its tokens are estimated if the endpoint does not count them."""
     choice = reply["choices"][0]
     text = (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
-    # Endpoints cut a stop string off; where they say which it was, it is put back: it belongs to
-    # the response.
+    # Endpoints remove the stop string. If they say which it was, append it: it belongs to the
+    # response.
     ended_by = choice.get("stop_reason") or choice.get("matched_stop")
     if ended_by in sampling.stop and not text.endswith(ended_by):
         text += ended_by
@@ -113,7 +113,7 @@ def _chat_body(messages: Sequence[Message], picture: Picture) -> Body:
 
 
 def _completions_body(messages: Sequence[Message], picture: Picture) -> Body:
-    """As a folder without a chat template is asked."""
+    """The prompt format of models without a chat template."""
     if any(message.media for message in messages):
         why = "completions take text only, and a row holds an image"
         raise ConfigError(f"rollout.http.api: {why}; try rollout.http.api=chat")
@@ -131,7 +131,7 @@ def key_of(asked: Mapping[str, Any]) -> str:
 
 
 def stored_answer(folder: str, key: str) -> Answer | None:
-    """What a cache holds; None without a folder. A file that cannot be read counts as absent."""
+    """The cached answer, or None. A file that cannot be read counts as absent."""
     try:
         return Answer(**json.loads(_file_of(folder, key).read_bytes())["answer"]) if folder else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -139,8 +139,8 @@ def stored_answer(folder: str, key: str) -> Answer | None:
 
 
 def store_answer(folder: str, key: str, asked: Mapping[str, Any], answer: Answer) -> None:
-    """One file per answer; `asked` is for people who look into it. Written under another name first: a run that is
-    killed loses only what was under way.
+    """Write an answer to its own file, with `asked` for human readers; written under a temporary name first, so that
+    a killed run leaves no partial file.
     """
     if not folder:
         return
@@ -156,19 +156,19 @@ def _file_of(folder: str, key: str) -> Path:
     return Path(folder) / key[:2] / f"{key}.json"
 
 
-OFF = "off"  # in the place of a cache's folder
+OFF = "off"  # value of the option `cache` for no cache
 
 
 class ChatClient:
     def __init__(
         self, http: HttpConfig, *, fields: Mapping[str, Any] | None = None, section: str = "rollout.http"
     ) -> None:
-        """`fields` go into every request as they are, null removes one; `section` is where errors
-        say that the options stand.
+        """`fields` are added to every request; a null removes a field. `section`: config section of the
+        options, for error messages.
         """
         self.http, self.section, self._fields = http, section, dict(fields or {})
-        # Requests that were sent, and repeated; answers from the cache; tokens of the others, and answers whose tokens
-        # the endpoint did not count.
+        # sent, repeated: requests; cached: answers from the cache; prompt_tokens, response_tokens: of other answers;
+        # estimated: answers whose tokens the endpoint did not count.
         self.counters: Counter[str] = Counter()
         self._path, self._written = APIS[http.api]
         self._cache = "" if http.cache == OFF else http.cache or ""
@@ -186,7 +186,7 @@ class ChatClient:
         self.model = http.model or self._only_model()
 
     def ask(self, messages: Sequence[Message], sampling: Sampling, seed: int, *, until: float = math.inf) -> Answer:
-        """`until` is when all attempts and pauses must be over, on the monotonic clock."""
+        """The endpoint's answer. `until`: deadline of all attempts and pauses, on the monotonic clock."""
         named = self._body(messages, sampling, seed, lambda media: ("image", "/".join(map(str, media.key))))
         asked = {"url": self.http.url, "api": self.http.api, "seed": seed, "body": named}
         key = key_of(asked)
@@ -201,7 +201,7 @@ class ChatClient:
         return answer
 
     def stop(self) -> None:
-        """Whoever waits for a turn or for another attempt gives up."""
+        """Calls that wait to send or to retry raise an error."""
         self._sender.stop()
 
     def _body(self, messages: Sequence[Message], sampling: Sampling, seed: int, picture: Picture) -> dict[str, Any]:
@@ -223,7 +223,7 @@ class ChatClient:
             self.counters.update(added)
 
     def expenses(self) -> str:
-        """What was asked and what that cost."""
+        """A sentence with counts of requests, answers and tokens, and their cost."""
         n = self.counters
         price = "" if self.http.price is None else f", cost {cost(n, self.http.price):.4f}"
         guess = f"; the endpoint counted no tokens of {n['estimated']} answers: estimated" if n["estimated"] else ""
@@ -234,5 +234,5 @@ class ChatClient:
 
 
 def cost(counters: Counter[str], price: tuple[float, float]) -> float:
-    """`price` is that of a million tokens, of prompts and of responses."""
+    """The cost of the counted tokens. `price`: per million prompt tokens, and per million response tokens."""
     return (counters["prompt_tokens"] * price[0] + counters["response_tokens"] * price[1]) / 1e6

@@ -1,8 +1,8 @@
-"""Sends requests to a server, or to one of several that do the same: paced, retried, patient; and threads that send
-what waits, one job or a few at a time.
+"""Sends HTTP requests to a server, or to one of several equivalent servers, with rate limits and retries; and a queue
+whose threads send one job or a batch at a time.
 
-What may pass (429, 5xx, no connection, no answer in time, an answer that cannot be read) is tried again with growing,
-random pauses; what may not (any other 4xx) is raised with the words of the server. Knows nothing of what is asked. One
+Temporary failures (429, 5xx, no connection, a timeout, an unreadable answer) are retried with growing, random pauses;
+permanent ones (any other 4xx) are raised with the server's message. Knows nothing of the content of requests. One
 object serves many threads.
 
     sender = Sender(Target(urls=["http://127.0.0.1:8000/v1"], section="rollout.http"))
@@ -29,19 +29,19 @@ import numpy as np
 from saccade.errors import ConfigError, EnvironmentProblem
 
 if TYPE_CHECKING:
-    import httpx2  # imported where it is used: a run that asks nobody over HTTP does not need it
+    import httpx2  # imported on use: a run without HTTP services does not need it
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before another attempt
-LONGEST_HOLD = 300.0  # that a server may ask for
-PASSING = (408, 409, 425, 429)
-BUSY = (429, 503)  # with a Retry-After: it works, and wants no more for now
-QUOTED = 500  # characters of what a server says
+LONGEST_HOLD = 300.0  # seconds of a Retry-After that are respected
+PASSING = (408, 409, 425, 429)  # temporary failures below 500
+BUSY = (429, 503)  # with a Retry-After: the server works, but accepts no more requests now
+QUOTED = 500  # characters of a server's message in errors
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 T = TypeVar("T")
 Body = Mapping[str, Any] | bytes | None  # of a request
 
-# By status: the option that a refusal is about, and what would help.
+# By status: the option that is likely wrong, and what would help.
 HINTS: Mapping[int, tuple[str, str]] = {
     401: ("key", "let it name an environment variable that holds a valid key"),
     403: ("key", "let it name an environment variable whose key may use this model"),
@@ -51,28 +51,28 @@ HINTS: Mapping[int, tuple[str, str]] = {
 
 
 class Reply(NamedTuple):
-    status: int  # 0: there was none
+    status: int  # 0: no reply
     text: str
-    hold: float = 0.0  # seconds that the server wants to be left alone
+    hold: float = 0.0  # seconds of its Retry-After
 
 
 class Target(NamedTuple):
-    """Who is asked, how patiently, and how errors speak of it."""
+    """Servers, limits, and what error messages need."""
 
     urls: Sequence[str]
-    section: str  # of the options, for errors
+    section: str  # config section of the options, for errors
     retries: int = 5
     timeout: float = 120.0
     per_minute: int = 0
     key: str = ""  # never shown in errors
     hints: Mapping[int, tuple[str, str]] = HINTS
-    options: Mapping[str, str] = {}  # that set a field a server may name
-    patient: bool = False  # who says when to come back uses up no attempt, only a request's time
+    options: Mapping[str, str] = {}  # by request field: the option that sets it, for errors that name the field
+    patient: bool = False  # a BUSY reply with Retry-After does not count as an attempt, only against the deadline
 
 
 def http_client(url: str, key: str = "") -> httpx2.Client:
-    """Follows no redirect, which would carry the key elsewhere, and asks this very machine without
-    a proxy."""
+    """A client that follows no redirects, which would send the key to another server, and that uses no
+    proxy for servers on this machine."""
     import httpx2
 
     parts = urlsplit(url)
@@ -87,21 +87,21 @@ def http_client(url: str, key: str = "") -> httpx2.Client:
 
 class Sender:
     def __init__(self, target: Target, on_send: Callable[[bool], None] = lambda again: None) -> None:
-        """`on_send` hears of every request, and whether it was sent before."""
+        """`on_send(again)` is called for every request; `again`: whether it is a retry."""
         self.target, self._on_send = target, on_send
         self._gap = 60 / target.per_minute if target.per_minute else 0.0
         self._clients = {url: http_client(url, target.key) for url in target.urls}
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._next = dict.fromkeys(target.urls, 0.0)  # when the next request there may start
+        self._next = dict.fromkeys(target.urls, 0.0)  # time at which the next request to it may start
         self._under_way = dict.fromkeys(target.urls, 0)
 
     def stop(self) -> None:
-        """Whoever waits for a turn or for another attempt gives up."""
+        """Calls that wait to send or to retry raise an error."""
         self._stopped.set()
 
     def send(self, method: str, path: str, body: Body, read: Callable[[Any], T], until: float = math.inf) -> T:
-        """What `read` makes of the reply. All attempts and pauses are over at `until`, on the
+        """Send a request and return read(reply). `until`: deadline of all attempts and pauses, on the
         monotonic clock.
         """
         data = json.dumps(body).encode() if isinstance(body, Mapping) else body
@@ -128,12 +128,12 @@ class Sender:
                 raise self._silence(url, problem, reply)
             self._pause(url, attempt, reply.hold, until)
             again, attempt = True, attempt + (not busy)
-            # Who gave an answer may have begun, so it is asked again; else another may be.
+            # A server that replied may have begun the work, so it is asked again; otherwise ask another.
             others = [other for other in self.target.urls if other != url]
             url = self._least_busy(others if others and reply.status in (0, 503) else [url])
 
     def reach(self, url: str, until: float) -> Reply:
-        """Whatever it replies to a GET; tried again only while nobody is there."""
+        """The reply to a GET, whatever its status; retried only while there is no reply."""
         for attempt in range(self.target.retries + 1):
             self._turn(url, until)
             reply = self._exchange("GET", url, "", None, until)
@@ -158,7 +158,7 @@ class Sender:
         )
 
     def _quoted(self, text: str) -> str:
-        """Some servers repeat the key in what they say."""
+        """Truncate a server's message and remove the key, which some servers repeat."""
         key = self.target.key
         return (text.replace(key, "***") if key else text)[:QUOTED]
 
@@ -178,7 +178,7 @@ class Sender:
                 content = bytearray()
                 for piece in response.iter_bytes():
                     content += piece
-                    if time.monotonic() > until:  # the client's timeout starts again with each byte
+                    if time.monotonic() > until:  # the client's own timeout restarts with each chunk
                         raise httpx2.ReadTimeout("the reply took too long")
                 text = content.decode("utf-8", "replace")
                 return Reply(response.status_code, text, seconds_of(response.headers.get("Retry-After", "0")))
@@ -190,15 +190,15 @@ class Sender:
     def _turn(self, url: str, until: float) -> None:
         with self._lock:
             start = max(time.monotonic(), self._next[url])
-            if start < until:  # else nothing is sent
+            if start < until:  # otherwise `_wait` raises and nothing is sent
                 self._next[url] = start + self._gap
         self._wait(url, start - time.monotonic(), until)
 
     def _pause(self, url: str, attempt: int, hold: float, until: float) -> None:
-        with self._lock:  # a hold is asked of everybody, not only of this thread
+        with self._lock:  # a Retry-After applies to all threads
             hold = time.monotonic() + min(hold, LONGEST_HOLD)
             self._next[url] = max(self._next[url], hold)
-        growing = FIRST_PAUSE * 2**attempt * random.uniform(1, 1.5)  # never the same for all who wait
+        growing = FIRST_PAUSE * 2**attempt * random.uniform(1, 1.5)  # jitter, so that threads do not retry together
         self._wait(url, min(LONGEST_PAUSE, growing), until)
 
     def _wait(self, url: str, seconds: float, until: float) -> None:
@@ -212,17 +212,17 @@ class Sender:
 
 
 def key_from(variable: str, option: str, *, example: str) -> str:
-    """The key in an environment variable; empty where none is named."""
+    """The key in an environment variable; empty if none is named."""
     if not variable:
         return ""
-    if not os.environ.get(variable):  # its name may be a key by mistake, so it is not repeated
+    if not os.environ.get(variable):  # not quoted in the error: the user may have given the key itself
         helps = f"give the name of one that holds the key, such as {option}={example}"
         raise ConfigError(f"{option}: no environment variable of that name is set; {helps}")
     return os.environ[variable].strip()
 
 
 def _words(text: str) -> tuple[str, str]:
-    """What a server says and the field that it names, whatever form it gives them."""
+    """The message of an error reply, and the request field that it names; accepts several formats."""
     try:
         said: Any = json.loads(text)
     except ValueError:
@@ -234,13 +234,13 @@ def _words(text: str) -> tuple[str, str]:
 
 
 class RequestQueue:
-    """`send` gets up to `batch` jobs in a separate thread and must not raise. A request waits
+    """A queue whose threads call `send` with up to `batch` jobs; it must not raise. A thread waits up to
     `gather` seconds for more jobs.
     """
 
     def __init__(self, send: Callable[[list[Any]], None], *, threads: int, batch: int = 1, gather: float = 0.0) -> None:
         self._send, self._batch, self._gather = send, batch, gather
-        self._left = threads  # that may still be started
+        self._left = threads  # number that may still be started
         self._waiting: deque[Any] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -248,19 +248,19 @@ class RequestQueue:
         self._seconds: list[float] = []
 
     def put(self, job: Any) -> bool:
-        """From any thread; False where the queue is closed."""
+        """Add a job, from any thread; False if the queue is closed."""
         with self._changed:
             if self._closed:
                 return False
             self._waiting.append(job)
-            if self._left:  # daemons: what still waits must not keep an interrupted run alive
+            if self._left:  # daemon threads: pending jobs must not keep an interrupted run alive
                 self._left -= 1
                 threading.Thread(target=self._work, daemon=True).start()
             self._changed.notify()
             return True
 
     def close(self) -> list[Any]:
-        """The jobs that no thread has taken; no thread takes another."""
+        """Close the queue and return the jobs that no thread has taken."""
         with self._changed:
             self._closed = True
             left, self._waiting = list(self._waiting), deque()
@@ -268,7 +268,7 @@ class RequestQueue:
         return left
 
     def count(self, name: str, added: int = 1) -> int:
-        """The sum since `take_counts` was last called."""
+        """Add to a counter; returns its sum since the last `take_counts`."""
         with self._changed:
             self._counts[name] += added
             return self._counts[name]
@@ -278,7 +278,7 @@ class RequestQueue:
             self._seconds.append(seconds)
 
     def take_counts(self) -> tuple[Counter[str], dict[str, float]]:
-        """Counts and latencies since this was last called."""
+        """Counts, and median and 95th percentile of latencies (seconds), since the last call."""
         with self._changed:
             counts, self._counts = self._counts, Counter()
             seconds, self._seconds = self._seconds, []
@@ -289,11 +289,11 @@ class RequestQueue:
 
     def _work(self) -> None:
         while not self._closed:
-            if jobs := self._take():  # none where another thread was faster
+            if jobs := self._take():  # empty if another thread took them
                 self._send(jobs)
 
     def _take(self) -> list[Any]:
-        """The next request's worth, after a moment in which it may grow."""
+        """The jobs of the next request, after up to `gather` seconds in which more may arrive."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if self._gather:
@@ -302,7 +302,7 @@ class RequestQueue:
 
 
 def seconds_of(hold: str) -> float:
-    """The seconds that a Retry-After asks for: a number, or a date."""
+    """The seconds that a Retry-After header asks for, as a number or a date."""
     with suppress(ValueError):
         return max(0.0, float(hold))
     with suppress(ValueError):
