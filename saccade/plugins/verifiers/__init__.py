@@ -1,1 +1,1 @@
-"""Verifiers: what an answer is worth, by rules."""
+"""Rule-based verifiers, which score responses."""

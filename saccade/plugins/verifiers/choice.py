@@ -1,9 +1,9 @@
-"""Which options of a multiple choice a text names, without substring traps.
+"""Finds which options of a multiple-choice question a text names, without false substring matches.
 
-A letter counts when it is the whole text, stands in parentheses, before the words of its option
-(`B. cat`, `B (cat)`) or behind "answer is". The word "A" in running text is an article. Lower case
-counts only alone or with a mark (`b) cat`). No letter counts where a sentence that names one is in
-doubt, or goes on with the words of another option, nor where an answer is refused or taken back.
+A letter counts if it is the whole text, in parentheses, before the words of its option (`B. cat`,
+`B (cat)`) or after "answer is". The word "A" in running text is an article. Lower case counts only
+alone or with a mark (`b) cat`). No letter counts if a sentence that names one expresses doubt or
+continues with the words of another option, or if an answer is refused or retracted.
 
     >>> letters_in("The answer is (B).", ["cat", "dog"])
     {'B'}
@@ -18,7 +18,7 @@ from saccade.plugins.verifiers.math_text import CJK, NARROW, TEXT
 from saccade.plugins.verifiers.wording import ASIDE, REASON, TAKEN_BACK, peel, unsettled
 
 LONGEST = 100_000  # characters; a longer text names no option
-UNLISTED = "ABCDEFGHIJ"  # options of a row that does not list them
+UNLISTED = "ABCDEFGHIJ"  # option letters for a row that does not list its options
 
 ALONE = re.compile(r"\(?([A-Za-z])\s*[.):]?")
 LETTERED = re.compile(r"\(?([A-Za-z])(?:(\s*[.):,;]\)?|\s+[-\u2013\u2014]|(?=\s*\())\s*|\s+)(.+)", re.DOTALL)
@@ -29,7 +29,7 @@ CHOSEN = re.compile(
 )
 ARTICLE = re.compile(r"\b(?i:it|this|that)(?:\s+is|['\u2019]s)\s+a\W*\Z")  # its noun is missing
 BRACKETED = re.compile(r"(?:\((?=[^()]+\)\Z)|\[(?=[^][]+\]\Z)|\{(?=[^{}]+\}\Z))(.+).", re.DOTALL)
-# A further option that `NAMED` does not count: (B), then option c; (B), then C
+# Another option after a named one, that `NAMED` does not match: (B), then option c; (B), then C
 FURTHER = re.compile(r"\b(?:option|choice|answer)\s+[a-z]\b|(?<![\w.])[b-hj][.):](?=\s|\Z)|\s[A-Z][.!]?\Z")
 REFUSED = re.compile(
     r"\b(?:can['\u2019]?t|cannot|unable\s+to)\s+(?:help|assist|answer|determine|tell|say)\b"
@@ -45,15 +45,15 @@ NAMED = re.compile(
     r"([A-Z](?:(?:\s*[,;&]\s*|\s+and\s+)[A-Z])*)\b"
     r"(?!['\u2019]|\s*[/,;&]\s*\(?[A-Z]\b|\s+(?!because|since|as\b|rather\b)[a-z])"  # not: is A cat
     r"|\A([A-Z])\s*\Z"  # B because …, its reason cut off
-    # The same in Chinese: answer, option, choose; no further one behind.
+    # The same in Chinese: answer, option, choose; not followed by another letter.
     r"|(?:答案|选项|选择|选)[是为]?\s*:?\s*([A-Z])(?![A-Za-z]|\s*[和与,/])"
 )
-# What may stand before `B.` in a sentence; hepatitis B. is no option.
+# Text that may precede `B.` in a sentence; "hepatitis B." names no option.
 LEADING = re.compile(
     r"(?:\A|[^\w\s,;.)/&\]}]|['\u2019]s"
     r"|\b(?i:is|are|be|so|thus|hence|therefore|choose|chose|pick|select|say|think|with),?)\s*\Z"
 )
-# One option that it is not: not B, (B) is wrong.
+# A denied option: not B, (B) is wrong.
 DENIED = re.compile(
     r"(?:\b(?:not|nor|neither|except|cannot|without|than|instead\s+of)|n['\u2019]t)\s+"
     r"(?:(?:be|the|answer|option|choice)\s+)*(?:\(?[A-Z]\b\)?|\([a-z]\))"
@@ -62,17 +62,17 @@ DENIED = re.compile(
     r"\s+are\s+(?:all\s+|both\s+)?(?:not\s+\w+|wrong|incorrect|false)\b"
     r"|(?:不是|不选|排除|除了)\s*\(?[A-Z]\)?"
 )
-# Not after the period of `B. cat`, and not before a word that takes back.
+# Sentence boundaries: not after the period of `B. cat`, and not before a word of retraction.
 SENTENCE = re.compile(rf"(?<=[.;!?])(?<!\b[A-Z]\.)(?:\s+(?!(?i:or|no|not|but|wait)\b)|(?=[{CJK}]))|\n")
 CORRECTING = re.compile(r"(?:no|actually|sorry|rather|wait)\b", re.IGNORECASE)
-# Where the words of an option are: anywhere, right behind a letter, right before one.
+# Position of an option's words: anywhere, right after a letter, right before one.
 ANYWHERE = r"(?<!\w)%s(?!\w)"
 BEHIND = r"\A[\s.:,()$]*(?:[-\u2013]\s+)?(?:(?:an?|the)\s+)?%s(?!\w)"
 BEFORE = r"(?<!\w)%s[\s,:]*\Z"
 
 
 def single_letter(text: str, choices: Sequence[str]) -> str | None:
-    """The letter when the text is one option letter and nothing else."""
+    """The letter if the text is one option letter and nothing else, else None."""
     match = ALONE.fullmatch(text.strip())
     letter = match[1].upper() if match else None
     return letter if letter is not None and letter in _letters(choices) else None
@@ -83,14 +83,14 @@ def letters_in(text: str, choices: Sequence[str]) -> set[str]:
     return set(_letters_in(text, tuple(choices))) if len(text) <= LONGEST else set()
 
 
-@lru_cache(maxsize=2048)  # the members of a group often answer alike
+@lru_cache(maxsize=2048)  # members of a group often give the same answer
 def _letters_in(text: str, choices: tuple[str, ...]) -> set[str]:
     text = re.sub(r"[^\S\n]+", " ", TEXT.sub(r"\1", text.translate(NARROW)))
     text = ASIDE.sub("", re.sub(r"\n\s+", "\n", text))
     if ARTICLE.search(text):
         return set()
     bare = text.strip().rstrip("!")
-    for wrapping in (None, CHOSEN, CHOSEN, BRACKETED):  # an option may begin with such words
+    for wrapping in (None, CHOSEN, CHOSEN, BRACKETED):  # try without peeling first: an option may begin with such words
         wrapped = wrapping.fullmatch(peel(bare)) if wrapping else None
         bare = peel(wrapped[1]) if wrapped else bare
         if only := single_letter(bare, choices) or _by_words(bare, choices):
@@ -116,17 +116,17 @@ def _letters_in(text: str, choices: tuple[str, ...]) -> set[str]:
 
 
 def _named(sentence: str, choices: Sequence[str]) -> set[str] | None:
-    """The options that one sentence names; None where it takes back what it says."""
+    """The options that one sentence names; None if it contradicts, doubts or retracts what it says."""
     sentence = DENIED.sub("", REASON.sub("", sentence))
     found: set[str] = set()
-    said, end = "", 0  # all but the words of the options that it names
-    first = 0  # where the first of them ends
+    said, end = "", 0  # the sentence without the words of named options
+    first = 0  # end of the first named option in `said`
     firm = False
     for match in NAMED.finditer(sentence):
         listed = "".join(filter(None, match.groups())).replace("and", "")
         letters = set(re.findall("[A-Z]", listed.upper()))
         ends = _options(BEHIND, sentence[match.end() :], choices)
-        longest = max(ends.values(), default=0)  # dog food is not dog
+        longest = max(ends.values(), default=0)  # so "dog food" does not match the option "dog"
         before = _options(BEFORE, sentence[end : match.start()] if match[1] else "", choices)
         for named in (ends, before):
             if named and max(named.values()) not in [named.get(letter) for letter in letters]:
@@ -136,7 +136,7 @@ def _named(sentence: str, choices: Sequence[str]) -> set[str] | None:
         said += sentence[end : match.end()]
         first = first or len(said)
         end = match.end() + longest
-    unlisted = not choices and re.match(r"[A-Z][.):]", sentence)  # B. and words of no known option
+    unlisted = not choices and re.match(r"[A-Z][.):]", sentence)  # `B. cat`, whose words are not known
     rest = "" if unlisted else sentence[end:]
     said += rest
     if not found or not firm:
@@ -164,19 +164,19 @@ def _by_words(text: str, choices: Sequence[str]) -> str | None:
 
 
 def _lettered(text: str, choices: Sequence[str]) -> str | None:
-    """The letter that stands before the words of its option; in lower case with a mark between."""
+    """The letter of a text like `B cat`, if cat is option B; a lower-case letter needs a mark (`b) cat`)."""
     match = LETTERED.fullmatch(text)
     if match is None or not (match[1].isupper() or match[2]):
         return None
     letter = match[1].upper()
     if not choices and (match[2] or "").strip(" -\u2013\u2014") == "" and match[2] is not None:
-        other = unsettled(match[3]) or re.search(r"\b[A-Z]\b", match[3])  # the words of no known option
+        other = unsettled(match[3]) or re.search(r"\b[A-Z]\b", match[3])  # the option's words are not known
         return None if other else letter
     return letter if _by_words(peel(match[3]), choices) == letter else None
 
 
 def _options(pattern: str, text: str, choices: Sequence[str]) -> dict[str, int]:
-    """The options whose words a text has in such a place, and how long the match is."""
+    """The options whose words occur in a text at the position of `pattern`: letter → length of the match."""
     found = {}
     for letter, option in zip(ascii_uppercase, choices, strict=False):
         words = re.escape(_words(_without_letter(option, letter))).replace(r"\ ", r"\s+")

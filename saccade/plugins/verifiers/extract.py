@@ -1,7 +1,7 @@
-r"""Where the answer stands in a response.
+r"""Extracts the answer from a response.
 
-Looks at the response only, by default at what follows the last `</think>`; never at the prompt.
-Extractors are tried in the order that the caller gives and the first hit wins.
+Reads only the response, by default what follows the last `</think>`; never the prompt. Extractors
+are tried in the order that the caller gives, and the first match wins.
 
     >>> extract(r"<think>\boxed{3}</think> so \boxed{4}", ["answer_tag", "boxed"])
     '4'
@@ -24,13 +24,13 @@ NUMBER = re.compile(
     r"(?<![a-zA-Z0-9_.])[-+\u2212]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
     r"|(?<![a-zA-Z0-9_.])[-+\u2212]?\.\d+"
 )
-ANSWER_LINE = re.compile(  # at the beginning of a line, or of a sentence in it
+ANSWER_LINE = re.compile(  # at the beginning of a line or of a sentence
     r"(?:^[ \t_>-]*(\*+)?[ \t_]*|(?<=[.!?\u3002])\s+)(?:(?:the\s+)?(?:final\s+)?answer|答案)"
     r"\s*\**\s*(?:[:\uff1a]|(?<=案)[是为])\s*(?(1)\**)\s*",
     re.IGNORECASE | re.MULTILINE,
 )
-ANSWER_LINE_WINDOW = 300
-NEAR = 80  # characters before a mark that may deny it
+ANSWER_LINE_WINDOW = 300  # characters at the end of a text in which an answer line may begin
+NEAR = 80  # characters before an answer in which it may be denied
 CALL = re.compile(r"<(grounding|tool_call)>.*?(?:</\1>|(?=<answer>)|\Z)", re.DOTALL)
 
 
@@ -42,7 +42,7 @@ def extract(
     think_prefilled: bool = False,
     choices: Sequence[str] = (),
 ) -> str | None:
-    """The answer, or None. An answer that is there but empty is the empty string."""
+    """The answer, or None. An answer that is present but empty is the empty string."""
     if scope not in ("after_think", "all"):
         raise ValueError(f"scope is 'after_think' or 'all', not {scope!r}")
     text = answer_scope(response, think_prefilled) if scope == "after_think" else response
@@ -55,13 +55,13 @@ def extract(
             continue
         if not (DENIES_NEXT.search(before[-NEAR:]) or TAKEN_BACK.search(behind)):
             return found.strip()
-        text = before + behind  # no other place may find it either
+        text = before + behind  # denied or retracted: no other extractor may find it
     return None
 
 
 def answer_of(sample: RewardSample, order: Sequence[str], scope: Scope, *, blank: bool = False) -> str | None:
-    """The answer in the last turn of an episode; an empty one is none, unless a `blank` one counts. What
-    stands in a call to a tool is no answer: an episode may end before its calls are answered.
+    """The answer in the last turn of an episode, or None. An empty one is None, unless `blank`. Tool calls
+    are ignored, as an episode may end before its calls are answered.
     """
     text = CALL.sub("", sample.turns[-1] if len(sample.turns) > 1 else sample.response)
     found = extract(text, order, scope=scope, think_prefilled=sample.think_prefilled, choices=sample.choices)
@@ -69,8 +69,8 @@ def answer_of(sample: RewardSample, order: Sequence[str], scope: Scope, *, blank
 
 
 def supplied(make: Callable[..., Any]) -> Callable[[Callable[..., Score]], Callable[..., Score]]:
-    """Decorates f(sample, made, *, …) as a verifier f(sample, *, …) that takes the options of make(sample, *, …)
-    too, and hands f what that returns.
+    """Decorator: turns f(sample, made, *, …) into a verifier f(sample, *, …) that also takes the options of
+    make(sample, *, …) and passes its result as `made`.
     """
     _, *options = inspect.signature(make).parameters.values()
 
@@ -88,7 +88,7 @@ def supplied(make: Callable[..., Any]) -> Callable[[Callable[..., Score]], Calla
 
 
 def answering(*places: str, blank: bool = False) -> Callable[[Callable[..., Score]], Callable[..., Score]]:
-    """Decorates f(sample, found, *, …) as a verifier that looks for the answer, by default in these places."""
+    """Decorator: turns f(sample, found, *, …) into a verifier that extracts `found`, by default from these places."""
 
     def find(sample: RewardSample, *, order: Sequence[str] = places, scope: Scope = "after_think") -> str | None:
         return answer_of(sample, order, scope, blank=blank)
@@ -97,14 +97,14 @@ def answering(*places: str, blank: bool = False) -> Callable[[Callable[..., Scor
 
 
 def graded(found: str | None, right: float, why: str = "wrong") -> Score:
-    """How right an answer is that was found, with the reason `why` where it is 0; 0 where there is none."""
+    """The score `right` of an extracted answer, with the reason `why` if it is 0; 0 if there is no answer."""
     if found is None:
         return Score(kind="value", value=0.0, reason="no_answer")
     return Score(kind="value", value=float(right), reason="" if right else why, extracted=found)
 
 
 def answer_scope(response: str, think_prefilled: bool = False) -> str:
-    """What follows the last closed thought; nothing when a thought is still open."""
+    """The text after the last `</think>`; empty if a thought is still open."""
     opened, closed = response.rfind("<think>"), response.rfind("</think>")
     if closed < 0:
         return "" if think_prefilled or opened >= 0 else response
@@ -112,23 +112,23 @@ def answer_scope(response: str, think_prefilled: bool = False) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the `\boxed{…}` that begins last, among those whose braces balance."""
+    r"""The content of the last `\boxed{…}` with balanced braces, or None."""
     return _box(text, ())[1]
 
 
 def fenced(text: str) -> str | None:
-    """The content of the last complete block between triple backticks, without its language."""
+    """The content of the last complete block between triple backticks, without its language tag, or None."""
     blocks = re.findall("```(.*?)```", text, re.DOTALL)
     return re.sub(r"\A[a-zA-Z]+(?=\s)", "", blocks[-1]).strip() if blocks else None
 
 
 def unboxed(text: str) -> str:
-    r"""Without the `\boxed{…}` around it, where there is one."""
+    r"""The content of a `\boxed{…}` in the text, or the text if there is none."""
     inner = last_boxed(text)
     return text if inner is None else inner
 
 
-# What stands before a mark, the answer, what stands behind it. Only what is marked can be denied there.
+# (text before, answer, text after). The texts are empty if an extractor's answers cannot be denied there.
 Place = tuple[str, str | None, str]
 NOWHERE: Place = ("", None, "")
 
@@ -140,8 +140,8 @@ def _tag(text: str, choices: Sequence[str]) -> Place:
 
 
 def _box(text: str, choices: Sequence[str]) -> Place:
-    best, end, outer = -1, -1, -1  # where its content begins and ends, and where that of the outermost box begins
-    open_braces: list[int] = []  # start of a box's content, -1 for an ordinary brace
+    best, end, outer = -1, -1, -1  # begin and end of the content, and begin of the outermost box's content
+    open_braces: list[int] = []  # start of a box's content, -1 for other braces
     for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text if "\\boxed" in text else "", re.DOTALL):
         if token[0] == "}":
             start = open_braces.pop() if open_braces else -1

@@ -1,10 +1,9 @@
-r"""Boxes and points: how they are read from a text, their coordinate frames, how much they overlap, and the
-verifiers of them; and the composite reward for findings with boxes.
+r"""Verifiers of boxes and points: parsing, coordinate frames, overlap, and the `medical` reward of labels with boxes.
 
 A text holds JSON (fenced or bare) with the keys of `KEYS`, or four bare numbers. Frames are `unit` (0..1), `milli`
-(0..1000), `pixel_original` and `pixel_resized`; everything is compared in original pixels. A row may say `box_frame`
-and `box_layout` in its columns; the arguments of that name are for rows that do not. `answer_frame` and `layout` are
-what the prompt asks for.
+(0..1000), `pixel_original` and `pixel_resized`; everything is compared in original pixels. The frame of gold boxes is
+in the row's columns `box_frame` and `box_layout`, else in the arguments of that name. `answer_frame` and `layout` are
+those that the prompt asks for.
 
     >>> one, other = read_boxes('[{"bbox_2d": [0, 0, 10, 10], "label": "cat"}, {"bbox_2d": [5, 0, 15, 10]}]')
     >>> one.label, round(overlap([other], [one], MODES["iou"]), 4)
@@ -50,7 +49,7 @@ class Detection(NamedTuple):
 
 
 class View(NamedTuple):
-    """The frames of answer and gold, and the sizes of the image: of the file, and as the model sees it."""
+    """The frames of answer and gold, and the size of the image in its file and as the model sees it."""
 
     asked: Frame
     gold: Frame
@@ -59,11 +58,11 @@ class View(NamedTuple):
 
     @property
     def has_sizes(self) -> bool:
-        """Whether it has the sizes that its frames need."""
+        """Whether the sizes that the frames need are known."""
         return all(map(self.scale, (self.asked, self.gold)))
 
     def scale(self, frame: Frame) -> Size | None:
-        """Original pixels per unit of a frame; None where the size that it takes is unknown."""
+        """Original pixels per unit of a frame; None if a size that it needs is unknown."""
         if frame[0] == "pixel_original":
             return 1.0, 1.0
         size = {"unit": (1.0, 1.0), "milli": (1000.0, 1000.0), "pixel_resized": self.resized}[frame[0]]
@@ -72,7 +71,7 @@ class View(NamedTuple):
         return self.original[0] / size[0], self.original[1] / size[1]
 
     def read(self, text: str | None, frame: Frame) -> list[Detection] | None:
-        """Boxes in original pixels, corners sorted, clipped to the image."""
+        """The boxes in a text in original pixels, corners sorted, clipped to the image; None if unreadable."""
         found, scale = None if text is None else read_boxes(text), self.scale(frame)
         if found is None or scale is None:
             return None
@@ -84,7 +83,7 @@ class View(NamedTuple):
         return [item._replace(box=tuple(box)) for item, box in zip(found, corners.reshape(-1, 4).tolist(), strict=True)]
 
     def asked_for(self, box: Box) -> Box:
-        """A box in original pixels as the prompt asks for it."""
+        """Convert a box from original pixels to the frame and layout that the prompt asks for."""
         corners = np.array(box).reshape(2, 2) / (self.scale(self.asked) or (1.0, 1.0))
         if self.asked[1] == "xywh":
             corners[1] -= corners[0]
@@ -104,7 +103,7 @@ def view_of(
     unit: int | None = None,
     image: int = 0,
 ) -> View:
-    """How a sample's boxes are read; `unit` is the side in pixels that the model sees as one token."""
+    """The view of a sample. `unit`: side of an image token in pixels; `image`: index of the row's image."""
     asked = answer_frame, layout
     gold = sample.extra.get("box_frame") or box_frame, sample.extra.get("box_layout") or box_layout
     for name, shape in (asked, gold):
@@ -115,7 +114,7 @@ def view_of(
             raise ValueError("pixel_resized needs `unit`, the side of a token in pixels, such as 28 for Qwen2.5-VL")
     original, resized = _sizes(sample.images, image, unit)
     if original is None and asked[0] == gold[0] in ("unit", "milli"):
-        original = (1.0, 1.0)  # shares of any size compare the same
+        original = (1.0, 1.0)  # relative coordinates compare the same at any size
     return View(asked, gold, original, resized)
 
 
@@ -125,7 +124,7 @@ def _sizes(images: Sequence[Mapping[str, Any]], index: int, unit: int | None) ->
     width, height = images[index]["size"]
     if unit is None or "pixels" not in images[index]:
         return (width, height), None
-    from saccade.media.images import resized_size  # brings libraries that workers start faster without
+    from saccade.media.images import resized_size  # imported on use: workers start faster without its libraries
 
     least, most = images[index]["pixels"]
     rows, columns = resized_size(width, height, unit=unit, min_pixels=least, max_pixels=most)
@@ -136,8 +135,8 @@ def _sizes(images: Sequence[Mapping[str, Any]], index: int, unit: int | None) ->
 
 
 def read_boxes(text: str) -> list[Detection] | None:
-    """Every box, in its order; an empty list where the text says that there is none, None where
-    it says neither.
+    """All boxes in order; an empty list if the text says that there is none, None if it can be read
+    neither way.
     """
     text = _body(text)
     if text.lower() in NOTHING:
@@ -150,31 +149,31 @@ def read_boxes(text: str) -> list[Detection] | None:
 
 
 def _bare(text: str, count: int) -> list[Detection]:
-    """The only numbers of a text, where they are so many."""
+    """The numbers of a text without JSON, if there are exactly `count`."""
     numbers = [float(n.replace(",", "").replace("\u2212", "-")) for n in NUMBER.findall(text)[: count + 1]]
     return [Detection(tuple(numbers))] if _numbers(numbers, count) else []
 
 
 def read_json(text: str) -> Any:
-    """The JSON that a text is or holds; None where there is none."""
+    """The JSON value that a text is or contains; None if there is none."""
     text = _body(text)
     inner = text[_brackets(text)]
     for candidate in (text, inner, f"[{inner}]") if inner else ():
         try:
             return json.loads(candidate)
-        except (ValueError, RecursionError):  # no JSON, or nested beyond all measure
+        except (ValueError, RecursionError):  # no JSON, or nested too deeply
             continue
     return None
 
 
 def _brackets(text: str) -> slice:
-    """From the first one that opens to the last one that closes."""
+    """The range from the first opening bracket to the last closing one."""
     starts = [at for at in map(text.find, "[{") if at >= 0]
     return slice(min(starts, default=0), max(map(text.rfind, "]}")) + 1)
 
 
 def _in_doubt(text: str) -> bool:
-    """What is said around the brackets: a label inside may well be `no helmet`."""
+    """Whether the text around the brackets expresses doubt; a label inside may be `no helmet`."""
     inside = _brackets(text)
     return unsettled(f"{text[: inside.start]} {text[inside.stop :]}")
 
@@ -190,7 +189,7 @@ def _groups(value: Any, count: int, keys: Sequence[str], like: Detection, levels
         yield like._replace(box=tuple(map(float, value)))
     elif isinstance(value, list):
         for item in value if levels else ():
-            if isinstance(item, dict) or _numbers(item, count):  # deeper lists are none
+            if isinstance(item, dict) or _numbers(item, count):  # deeper lists are not searched
                 yield from _groups(item, count, keys, like, levels - 1)
     elif isinstance(value, dict):
         label = next((str(value[key]) for key in LABELS if key in value), like.label)
@@ -210,13 +209,13 @@ def _is_number(value: Any) -> bool:
     return number and value == value and abs(value) < LARGEST
 
 
-THRESHOLDS = [0.5 + 0.05 * step for step in range(10)]  # of mean average precision
+THRESHOLDS = [0.5 + 0.05 * step for step in range(10)]  # of IoU, for mean average precision
 
 Compare = Callable[[Sequence[Detection], Sequence[Detection]], float]
 
 
 def overlap(found: Sequence[Detection], gold: Sequence[Detection], compare: Compare) -> float:
-    """1 where both are empty and 0 where one is."""
+    """compare(found, gold); 1 if both are empty, 0 if one is."""
     return compare(found, gold) if found and gold else float(not found and not gold)
 
 
@@ -237,11 +236,11 @@ def _table(found: Sequence[Detection], gold: Sequence[Detection]) -> np.ndarray:
 
 
 def matched(found: Sequence[Detection], gold: Sequence[Detection]) -> float:
-    """The best one-to-one matching: sum of IoU over the larger number of boxes."""
+    """The best one-to-one matching: its sum of IoU divided by the larger number of boxes."""
     gains = _table(*sorted((found, gold), key=len))
     owner = np.full(gains.shape[1], -1)  # the row of each column; -1: none
     for row in range(len(gains)):
-        # The best way to give this row a column, where other rows may change theirs on the way.
+        # Augmenting path: the best way to give this row a column, where other rows may change theirs.
         value, came = gains[row].copy(), np.full(len(owner), -1)
         held = np.flatnonzero(owner >= 0)
         for _ in held:
@@ -259,8 +258,8 @@ def matched(found: Sequence[Detection], gold: Sequence[Detection]) -> float:
 
 
 def mean_precision(found: Sequence[Detection], gold: Sequence[Detection]) -> float:
-    """Average precision over thresholds 0.5, 0.55 … 0.95, the mean over the labels of the gold.
-    Boxes rank by score, else as they were written; without labels all are of one kind.
+    """Average precision at IoU thresholds 0.5, 0.55 … 0.95, averaged over thresholds and gold labels.
+    Boxes are ranked by score, else in their order; without gold labels all boxes are one class.
     """
     labelled = all(item.label for item in gold)
 
@@ -292,7 +291,7 @@ MODES: dict[str, Compare] = {
 
 
 def covered(found: Sequence[Detection], mask: np.ndarray, size: Size | None) -> float:
-    """IoU of the union of boxes and a mask, whose image may be of another `size`."""
+    """IoU of the union of boxes with a mask. `size`: of the image that boxes refer to, if not the mask's."""
     rows, columns = mask.shape
     width, height = size or (columns, rows)
     drawn = np.zeros_like(mask)
@@ -310,11 +309,11 @@ NO_SIZE = Score(kind="error", reason="image_size: frames differ and the row has 
 
 
 @supplied(view_of)
-@answering("answer_tag", blank=True)  # an empty one says that there is no box
+@answering("answer_tag", blank=True)  # an empty answer means that there is no box
 def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou", dice: bool = False) -> Score:
-    """How well boxes agree. `mode`: iou, iou@0.5 (any threshold: 0 or 1), giou as (g + 1)/2, set
-    (best matching), map, or mask (union of boxes against the row's mask). `dice`: the Dice coefficient in place of
-    the IoU of two boxes or of a mask.
+    """Overlap of boxes. `mode`: iou, iou@0.5 (any threshold; gives 0 or 1), giou as (g + 1)/2, set (best
+    matching), map, or mask (union of boxes against the row's mask). `dice`: the Dice coefficient in place of
+    the IoU, with mode iou or mask.
     """
     compare, single = _mode(mode)
     if dice and mode not in ("iou", "mask"):
@@ -338,7 +337,7 @@ def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou"
 @supplied(view_of)
 @answering("answer_tag", blank=True)
 def point(sample: RewardSample, text: str | None, view: View) -> Score:
-    """1 when the one point of the answer lies in a gold box, its edge included."""
+    """1 if the answer is one point that lies in a gold box, edges included."""
     if not view.has_sizes:
         return NO_SIZE
     boxes = [found.box for gold in sample.golds for found in view.read(gold, view.gold) or ()]
@@ -354,7 +353,7 @@ def point(sample: RewardSample, text: str | None, view: View) -> Score:
 
 
 def right_boxes(sample: RewardSample, **args: Any) -> str:
-    """The gold boxes as an answer, as the prompt asks for them. A mask has none."""
+    """The gold boxes as an answer in the prompt's frame and layout; empty with mode mask."""
     return "" if args.get("mode") == "mask" else _right(sample, args, list)
 
 
@@ -363,7 +362,7 @@ def right_point(sample: RewardSample, **args: Any) -> str:
 
 
 def _right(sample: RewardSample, args: Mapping[str, Any], shown: Callable[[Box], list[float]]) -> str:
-    """The text of the gold where it holds no boxes: the verifier says what is wrong with it."""
+    """The gold boxes as JSON, or the gold's text if it has no boxes: the verifier will give the reason."""
     view = view_of(sample, **{name: args[name] for name in FRAME_ARGS if name in args})
     text = next(iter(sample.golds), "")
     gold = view.read(text, view.gold)
@@ -371,7 +370,7 @@ def _right(sample: RewardSample, args: Mapping[str, Any], shown: Callable[[Box],
 
 
 def _mode(mode: str) -> tuple[Compare, bool]:
-    """How boxes compare, and whether there can be only one on a side."""
+    """Returns the comparison of a mode, and whether it allows only one box per side."""
     name, at, threshold = mode.partition("@")
     limit = float(threshold) if threshold.replace(".", "", 1).isdigit() else 0.0
     if (name not in MODES and mode != "mask") or (at and not (name == "iou" and 0 < limit <= 1)):
@@ -385,7 +384,7 @@ def _mode(mode: str) -> tuple[Compare, bool]:
 
 
 def mask_of(extra: Mapping[str, Any]) -> np.ndarray | None:
-    """The binary mask of a row, [rows, columns]: an array, or a file."""
+    """The binary mask of a row, [rows, columns], from its array or file; None if it has none."""
     value = next((extra[name] for name in ("mask", "segmentation_path") if extra.get(name) is not None), None)
     if value is None or isinstance(value, str):
         return _mask_file(value) if value else None
@@ -396,21 +395,21 @@ def mask_of(extra: Mapping[str, Any]) -> np.ndarray | None:
 def _mask_file(path: str) -> np.ndarray:
     if Path(path).suffix == ".npy":
         return np.load(path, allow_pickle=False) > 0
-    from PIL import Image  # workers that read no masks start faster without it
+    from PIL import Image  # imported on use: workers that read no masks start faster
 
     with Image.open(path) as picture:
         return np.asarray(picture.convert("L")) > 0
 
 
 WEIGHTS = {"labels": 0.5, "boxes": 0.3, "json": 0.1, "length": 0.1}
-LONG = 600  # characters; longer responses gain nothing
+LONG = 600  # characters that give the full length score
 
 
 @supplied(view_of)
 @supplied(labels_f1)
 def medical(sample: RewardSample, labels: Score, view: View, *, weights: Mapping[str, float] | None = None) -> Score:
-    """`weights` replaces some of labels 0.5, boxes 0.3, json 0.1, length 0.1; the outcome is the
-    part `accuracy`, the F1 of the labels.
+    """Weighted mean of labels, boxes, JSON quality and length. `weights` replaces some of labels 0.5,
+    boxes 0.3, json 0.1, length 0.1. The outcome is the part `accuracy`, the F1 of the labels.
     """
     weigh = {**WEIGHTS, **(weights or {})}
     if len(weigh) > len(WEIGHTS) or not weigh["labels"] > 0 or min(weigh.values()) < 0:
@@ -440,8 +439,8 @@ def _row_boxes(value: Any) -> str:
 
 
 def json_quality(response: str) -> float:
-    """0.2 for a fence, 0.1 for its mark `json`, 0.2 if it parses, 0.1 if to a list, 0.4 times the
-    share of items with a label and four numbers.
+    """0.2 for a fenced block, 0.1 if it is marked `json`, 0.2 if the JSON parses, 0.1 if it is a list, plus
+    0.4 times the share of its items with a label and a box of four numbers.
     """
     fence, value = fenced(response) is not None, read_json(response)
     items = value if isinstance(value, list) else []

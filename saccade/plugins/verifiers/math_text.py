@@ -1,7 +1,7 @@
-r"""Mathematical text: one spelling for what looks the same, then containers of leaves, and leaves as exact rationals.
+r"""Mathematical text: normalises spelling, parses containers into trees, and reads plain numbers as exact rationals.
 
-A leaf stays text: what a formula means is the business of `symbolic`. Brackets, commas and relations outside of
-formulas are read here, and so are plain numbers.
+The leaves of a tree are text: formulas are parsed in symbolic.py. Brackets, commas and relations outside of formulas
+are parsed here, and so are plain numbers.
 
     >>> normalise(r"$\dfrac12\text{ cm}^2$.")
     '\\frac{1}{2} cm ^{2}'
@@ -30,10 +30,10 @@ class TooLarge(ValueError):
 
 
 class Unparseable(ValueError):
-    """The text is not mathematics that we read."""
+    """The text is not mathematics that is supported."""
 
 
-# Marks without a width that do not change the order of what is seen.
+# Zero-width characters, except those that change the visible order of characters.
 INVISIBLE = dict.fromkeys([*range(0x200B, 0x2010), 0x202A, 0x202C, 0x2060, 0x2066, 0x2069, 0xFEFF])
 # Full-width signs, letters and digits, and Chinese punctuation.
 NARROW = {code: chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)} | str.maketrans(
@@ -82,7 +82,7 @@ REWRITES = [
         (rf"\\(frac|binom)\s*({BRACED})\s*(\\pi|[0-9a-zA-Z])", r"\\\1\2{\3}"),
     ]
 ]
-# 0.1666... repeats its 6.
+# Repeating decimals: in 0.1666... the 6 repeats.
 REPEATED = re.compile(r"(?<![\d.])(\d{0,40}\.\d{0,40}?)(?:(\d)\2{2,40}|(\d{2,6}?)\3{1,20})(?:\.{3}|\\[lc]?dots)\s*\Z")
 TEXT = re.compile(r"\\(?:text|mbox|textrm|textbf|textit|mathrm|mathbf|mathit|operatorname|rm)\s*\{([^{}]*)\}")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -92,9 +92,9 @@ def normalise(text: str) -> str:
     return unwrap_text(tidy(text))
 
 
-@lru_cache(maxsize=2048)  # the members of a group often answer alike
+@lru_cache(maxsize=2048)  # members of a group often give the same answer
 def tidy(text: str) -> str:
-    r"""Everything but \text{}, which still says where words begin."""
+    r"""Normalise a text but keep \text{}, which marks words, such as units."""
     if len(text) > LONGEST:
         raise TooLarge(f"{len(text)} characters")
     text = RAISED.sub(lambda run: f"^{{{_plain(run[0])}}}", text)
@@ -118,7 +118,7 @@ def unwrap_text(text: str) -> str:
 
 
 def compact(text: str) -> str:
-    """Without spaces, except between digits: 1 1/2 is not 11/2."""
+    """Remove spaces, except between digits: 1 1/2 is not 11/2."""
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
 
 
@@ -134,7 +134,7 @@ class Node(NamedTuple):
 
     @property
     def name(self) -> str | None:
-        """What an equation gives a value to: x of x = 5, f of f(x) = 2x, x,y of (x, y) = (1, 2)."""
+        """The name that an equation defines: x in x = 5, f in f(x) = 2x, x,y in (x, y) = (1, 2); else None."""
         if self.kind != "=":
             return None
         left = self.items[0]
@@ -146,7 +146,7 @@ class Node(NamedTuple):
 
 
 MOST_TOKENS = 300
-DEEPEST = 10  # nested brackets; parsers need more time for each
+DEEPEST = 10  # nested brackets; parsing time grows with each
 MOST_DIGITS, LONGEST_EXPONENT = 1000, 4
 PLAIN = r"(?:\d+\.?\d*|\.\d+)"
 RATIONAL = re.compile(rf"([-+]?)\s*(?:(\d+)\s+(?=\S+/))?([-+]?{PLAIN}(?:[eE]([-+]?\d+))?)(?:\s*/\s*([-+]?{PLAIN}))?")
@@ -156,7 +156,7 @@ REPEATING = re.compile(r"([-+]?\d*)\.(\d*)\\(?:overline|bar)\s*\{(\d+)\}")
 DATE = re.compile(r"\d{4}-\d\d?-\d\d?")
 TOKEN = re.compile(r"\\[a-zA-Z]+|\\.|[a-zA-Z]+|\d+|\S|\s+")
 OPENING, CLOSING = {"(", "[", "{", r"\{", r"\begin"}, {")", "]", "}", r"\}", r"\end"}
-COMMAS = {",", ";", "or", "and", "或", "和"}  # the last two mean or, and
+COMMAS = {",", ";", "or", "and", "或", "和"}  # the last two are Chinese for "or" and "and"
 RELATIONS = {"=", "<", ">", r"\le", r"\ge", r"\in"}
 MIRROR = {">": "<", r"\ge": r"\le"}
 BRACKETED = re.compile(r"(\(|\[|\\\{)(.*)(\)|\]|\\\})")
@@ -166,7 +166,7 @@ NAME = re.compile(r"((?:[a-zA-Z]|\\[a-zA-Z]+)(?:_\{[^{}]*\})?'*)\s*(?:\([a-zA-Z]
 
 
 def rational(leaf: str) -> Fraction | None:
-    """Integers, decimals, fractions, mixed numbers, scientific notation; exact."""
+    """The exact value of an integer, decimal, fraction, mixed number or scientific notation; else None."""
     if (repeating := REPEATING.fullmatch(leaf.strip())) and len(leaf) <= MOST_DIGITS:
         whole, once, again = repeating.groups()
         nines = 10 ** len(once) * (10 ** len(again) - 1)
@@ -190,7 +190,7 @@ def near(a: Fraction, b: Fraction, tolerance: Fraction) -> bool:
 
 
 def read(text: str) -> Node:
-    """The tree of a normalised text; several items without brackets are a list."""
+    """Parse a normalised text; several items without brackets are a list."""
     depths = [depth for _, depth in _walk(text)]
     if len(depths) > MOST_TOKENS or max(depths, default=0) > DEEPEST:
         raise TooLarge("too many tokens, or nested too deeply")
@@ -205,7 +205,7 @@ def read(text: str) -> Node:
 
 
 def _walk(text: str) -> Iterator[tuple[str, int]]:
-    """Tokens, each with the number of brackets that are open after it."""
+    """Tokens, each with the number of open brackets after it."""
     depth = 0
     for token in TOKEN.findall(text):
         depth += (token in OPENING) - (token in CLOSING)
@@ -213,7 +213,7 @@ def _walk(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _split(text: str, marks: Collection[str]) -> tuple[list[str], list[str]]:
-    """The parts between marks outside of all brackets, and the marks."""
+    """Split at marks outside of brackets; returns the parts and the marks."""
     parts, found = [""], []
     for token, depth in _walk(text):
         if depth == 0 and token in marks:
@@ -225,7 +225,7 @@ def _split(text: str, marks: Collection[str]) -> tuple[list[str], list[str]]:
 
 
 def _items(text: str) -> tuple[Node, ...]:
-    """Comma-separated items; one with a plus-minus gives two."""
+    """Comma-separated items; an item with a plus-minus sign becomes two."""
     found = []
     for part in filter(None, _split(text, COMMAS)[0]):
         node = _item(part)
@@ -244,7 +244,7 @@ def _item(text: str) -> Node:
         return Node("=", tuple(map(_item, sides)), "=".join(sides))
     if signs:
         return _interval(sides, signs)
-    # A ratio is no quotient (3:30 is a time), a date no difference.
+    # 3:30 is a ratio (or a time), not a quotient; 2024-05-01 is a date, not a difference.
     for kind, mark in (("union", r"\cup"), ("ratio", ":"), ("date", "-")):
         parts, marks = _split(text, {mark})
         if marks and (kind != "date" or DATE.fullmatch(text)):
@@ -267,7 +267,7 @@ def _container(text: str) -> Node | None:
 
 
 def _interval(sides: list[str], signs: list[str]) -> Node:
-    """x < 3 and 1 < x <= 2 as the intervals that they describe."""
+    """The interval that x < 3 or 1 < x <= 2 describes."""
     if all(sign in MIRROR for sign in signs):
         sides, signs = sides[::-1], [MIRROR[sign] for sign in reversed(signs)]
     if len(sides) == 2 and NAME.fullmatch(sides[0]):

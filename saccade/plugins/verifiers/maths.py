@@ -1,8 +1,8 @@
-r"""Whether two mathematical answers are the same, by six rules in a fixed order.
+r"""Whether two mathematical answers are equal, by six rules in a fixed order.
 
-Equal spelling; exact rationals; units; assignments; containers; and for what is then left, the
-symbolic equality of math-verify. A text that cannot be read is never right, a gold that cannot be
-read never makes a response wrong. The last rule may hang: `math` runs in a worker process with a
+Equal spelling; exact rationals; units; assignments; containers; and for everything else, symbolic
+equality by math-verify. An answer that cannot be parsed is never right; a gold that cannot be parsed
+never makes a response wrong. The last rule may hang, so `math` runs in a worker process with a
 deadline.
 
     >>> math(RewardSample(id="a", response=r"\boxed{2\sqrt{3}}", answer=r"\sqrt{12}")).value
@@ -36,7 +36,7 @@ HUNDREDTH = Unit(dimensions=(), factor=Fraction(1, 100))
 
 @answering(*MATH_ORDER)
 def math(sample: RewardSample, found: str | None, *, gold_unparseable: str = "abstain") -> Score:
-    """1 when the answer equals one of the golds."""
+    """1 if the answer equals one of the golds. `gold_unparseable`: abstain, error, or string (compare as text)."""
     if gold_unparseable not in ("abstain", "string", "error"):
         raise ValueError(f"gold_unparseable is abstain, string or error, not {gold_unparseable!r}")
     verdicts = {_verdict(found, gold) for gold in sample.golds} if found else {"no_answer"}
@@ -47,11 +47,11 @@ def math(sample: RewardSample, found: str | None, *, gold_unparseable: str = "ab
 
 
 def equivalent(answer: str, gold: str, *, formulas: bool = True) -> bool:
-    """Whether an answer is right. Without `formulas` rules one to five decide: safe anywhere."""
+    """Whether an answer equals the gold. Without `formulas` only rules one to five apply, which cannot hang."""
     return _verdict(answer, gold, formulas) == "right"
 
 
-@lru_cache(maxsize=1024)  # rollouts of a group give few different answers
+@lru_cache(maxsize=1024)  # members of a group often give the same answer
 def _verdict(answer: str, gold: str, formulas: bool = True) -> str:
     """right | wrong | unparseable | too_large | gold_unparseable"""
     spelled = spelling(gold)
@@ -73,14 +73,14 @@ def spelling(text: str) -> str:
     if len(text) > math_text.LONGEST:
         return text
     spelled = compact(math_text.normalise(peel_number(text)))
-    # A word is the same in any case, a variable is not.
+    # Words are case-insensitive, variables are not.
     return spelled.casefold() if re.fullmatch(r"[A-Za-z]{2,}", spelled) else spelled
 
 
 class _Reading(NamedTuple):
     tree: Node
     unit: Unit | None
-    decimal: bool  # a decimal point was seen
+    decimal: bool  # it has a decimal point
 
 
 def _read(text: str) -> _Reading:
@@ -110,14 +110,14 @@ def _same(answer: _Reading, gold: _Reading, formulas: bool) -> bool:
     (left, unit, decimal), (right, gold_unit, gold_decimal) = answer, gold
     tolerance = DECIMAL_TOLERANCE if decimal or gold_decimal else Fraction(0)
     same = partial(_equal, same=partial(_equal_texts, tolerance=tolerance, formulas=formulas))
-    if DEGREE in (unit, gold_unit):  # an angle without a unit that has a pi in it is in radians
+    if DEGREE in (unit, gold_unit):  # then the other one, if it contains pi and has no unit, is in radians
         unit = unit or (RADIAN if _has_pi(left) else None)
         gold_unit = gold_unit or (RADIAN if _has_pi(right) else None)
     if unit is not None and gold_unit is not None:
         if unit == gold_unit:
             return same(left, right)
         return unit.dimensions == gold_unit.dimensions and same(_scaled(left, unit), _scaled(right, gold_unit))
-    # A unit on one side only is dropped; p% on one side only is p or p/100.
+    # A unit on one side only is ignored; p% on one side only is p or p/100.
     return (
         same(left, right)
         or (unit == PERCENT and same(_scaled(left, HUNDREDTH), right))
@@ -143,7 +143,7 @@ def _equal(a: Node, b: Node, same: Callable[[str, str], bool]) -> bool:
     kinds, both_name = (a.kind, b.kind), a.name and a.name == b.name
     if kinds == ("leaf", "leaf") or (kinds == ("=", "=") and not both_name):
         return same(a.text, b.text)
-    if a.name or b.name:  # x = 5 against 5, or against x = 5
+    if a.name or b.name:  # compares x = 5 with 5, or with x = 5
         return _equal(a.items[1] if a.name else a, b.items[1] if b.name else b, same)
     if {*kinds} <= {"list", "{}"} or kinds == ("union", "union"):
         return all(any(_equal(x, y, same) for y in b.items) for x in a.items) and all(
@@ -165,7 +165,7 @@ def _equal_texts(a: str, b: str, tolerance: Fraction, formulas: bool) -> bool:
 
 
 def geo3k(sample: RewardSample) -> Score:
-    r"""0.9 for the right `\boxed{}` and 0.1 for the shape; the part `accuracy` is the outcome."""
+    r"""0.9 for a right answer in `\boxed{}` plus 0.1 for the format; the part `accuracy` is the outcome."""
     answer = math(sample, order=("boxed",))
     if answer.kind != "value":
         return answer

@@ -1,5 +1,5 @@
-r"""Counts and numbers: answers that hold exactly one number, compared exactly or nearly; readings from a chart, which
-are numbers or words; and the units behind a number.
+r"""Verifiers of numbers: of answers with exactly one number, compared exactly or with a tolerance, and of values from a
+chart, which are numbers or words; and parsing of units.
 
 A unit is a known word or sign (`100 cm`, `3 m/s^2`, `30^\circ`, `50\%`), or any word in `\text{}` after a value. A bare
 single letter is a unit only after a plain number and a space: `5m` may be five times m.
@@ -26,7 +26,7 @@ from saccade.types import Score
 
 
 class Unit(NamedTuple):
-    r"""`dimensions` must agree; `factor`/\pi^`per_pi` converts to the base unit."""
+    r"""Units convert if `dimensions` are equal; `factor`/\pi^`per_pi` converts to the base unit."""
 
     dimensions: tuple[tuple[str, int], ...]
     factor: Fraction = Fraction(1)
@@ -35,7 +35,7 @@ class Unit(NamedTuple):
 
 PERCENT = Unit(dimensions=(("percent", 1),))
 
-# Factor to the base unit, then its words; a plural s is understood.
+# By dimension: factor to the base unit, then names; a plural s may follow.
 TABLE = {
     "length": "1e-9 nm, 1e-6 um micrometer micron, 1e-3 mm millimeter millimetre 毫米, 0.01 cm centimeter centimetre "
     "厘米, 0.1 dm decimeter 分米, 1 m meter metre 米, 1000 km kilometer kilometre 千米 公里, "
@@ -68,7 +68,7 @@ UNITS = {
     for entry in entries.split(",")
     for word in entry.split()[1:]
 }
-# Words behind a number that are no unit of it: they make another one, or a sentence.
+# Words after a number that are no unit: they change the number, or belong to a sentence.
 QUANTITY = re.compile(
     rf"\b(?:{SCALE}|{BOUND}|{BOUND_BEHIND}|and|to|is|score|gross|grand|kilo|mega|times|doubled|tripled"
     rf"|base|more|less|about|around|approx\w*|roughly|ish|i think)s?\b|{NUMERAL}"
@@ -94,7 +94,7 @@ SEVERAL = re.compile(r"(\d+)\s*([A-Za-z]+),?\s+(?:and\s+)?(\d+(?:\.\d+)?)\s*([A-
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    r"""A tidied text (`\text{}` still in it) as value and unit."""
+    r"""Split a text into value and unit; the text is the result of `tidy`, with its `\text{}`."""
     if text.endswith("%") or text.lower().endswith("percent"):
         return text.removesuffix("%").removesuffix("percent").strip(), PERCENT
     text = TEMPERATURE.sub(lambda t: rf"^\circ {(t[1] or t[2]).upper()}", text)
@@ -121,7 +121,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _known_unit(words: str) -> Unit | None:
-    """`square cm`, `cm^{2}`, `km/h`, `m/s^{2}`, `feet per second`, `mph`."""
+    """The unit of words such as `square cm`, `cm^{2}`, `km/h`, `m/s^{2}`, `feet per second`, `mph`, or None."""
     dimensions: dict[str, int] = {}
     factor, per_pi = Fraction(1), 0
     words = SPEEDS.get(words.lower(), words)
@@ -139,13 +139,13 @@ def _known_unit(words: str) -> Unit | None:
 
 
 def _entry(word: str) -> tuple[str, Fraction] | None:
-    lower = word.lower() if len(word) > 1 else word  # 7 M is no length
+    lower = word.lower() if len(word) > 1 else word  # so 7 M is not 7 metres
     singular = lower.removesuffix("s") if len(word) > 2 else ""
     return UNITS.get(word) or UNITS.get(lower) or UNITS.get(singular)
 
 
 def _own_unit(words: str) -> Unit | None:
-    """Any other noun, such as `students`, is a unit that converts into nothing."""
+    """A unit for any other noun, such as `students`, that does not convert to others."""
     words = words.lower()
     short = len(words) < (2 if words.isascii() else 1) or len(words) > 40
     if short or QUANTITY.search(words) or unsettled(words):
@@ -158,19 +158,19 @@ GSM8K_ORDER = ("hash", "answer_tag", "boxed")
 GSM8K_ORDERS = {"strict": ("hash",), "boxed": ("boxed",), "flexible": ("last_number",)}
 
 NUMBER_OR_WORD = re.compile(rf"{NUMBER.pattern}|{NUMERAL}", re.IGNORECASE)
-# One number in these is not their value.
+# Signs of a formula, whose value is not the number that it contains.
 FORMULA = re.compile(
     r"\\(?!circ|degree)[a-zA-Z]+|\^(?!\s*\{?\s*\\circ)|[\u221a\u03c0\u00b2\u00b3\u00b9\u2070-\u209f]"
     r"|[\u00bc-\u00be\u2150-\u215e]"
 )
-# Right before a number: a sign, a bound, a function, the rest of a larger number.
+# Right before a number, these change it: a sign, a bound, a function, the rest of a larger number.
 BEFORE = re.compile(
     rf"(?:\b(?:{SCALE}(?:\s+and)?|{BOUND}|sqrt|log|ln|exp)"
     r"|!=?|[-+/\u2010-\u2015<>\u2264\u2265\u2260\u00b1]|\\(?:[gl]eq?|[gl]t|neq?|pm)"
     r"|至[少多]|最[少多]|超过|[高低多少]于|[十百千万])\s*[($]?\s*\Z",
     re.IGNORECASE,
 )
-# Right behind it: more digits, a scale, a bound, an operator.
+# Right after a number, these change it: more digits, a scale, a bound, an operator.
 BEHIND = re.compile(
     rf"[\s-]*(?:and\s+an?\s+)?{SCALE}\b|,?\s*{BOUND_BEHIND}\b"
     r"|[.,]+\d|[_!+\u2030]|-[a-z]|\s(?-i:[kKMB])\b|\s*(?:个?半|以[上下内]|[十百万亿兆多几]|千(?![克米瓦]))",
@@ -179,21 +179,21 @@ BEHIND = re.compile(
 CONTRAST = re.compile(  # 7, not 8
     rf"(?<=\w),\s{{0,9}}(?:and\s+)?not\s+(?:{NUMBER.pattern}|{NUMERAL})(?=\s{{0,9}}(?:[.!]\s{{0,9}})?\Z)", re.IGNORECASE
 )
-NEAR = 40  # characters before a number that are looked at
-LONGEST_NUMBER = 64  # characters; what is longer is no answer
+NEAR = 40  # characters before a number that are searched for `BEFORE`
+LONGEST_NUMBER = 64  # characters; a longer number is no answer
 
 Number = int | Fraction
 
 
 @answering(*NUMBER_ORDER)
 def count(sample: RewardSample, found: str | None, *, tolerance: float = 0) -> Score:
-    """One integer in the answer, at most `tolerance` away from the gold."""
+    """1 if the answer has exactly one number, an integer at most `tolerance` away from the gold."""
     return _judge(sample, found, lambda v, g: v.denominator == 1 and -tolerance <= v - g <= tolerance, percent=False)
 
 
 @answering(*NUMBER_ORDER)
 def number(sample: RewardSample, found: str | None, *, rel_tol: float = 1e-6, decimals: int | None = None) -> Score:
-    """One real number, within `rel_tol` of the gold, or equal after rounding to `decimals`."""
+    """1 if the answer has exactly one number, within `rel_tol` of the gold or equal when rounded to `decimals`."""
     if decimals is not None:
         return _judge(sample, found, lambda value, gold: round(value, decimals) == round(gold, decimals))
     return _judge(sample, found, lambda value, gold: near(value, gold, rel_tol))
@@ -201,7 +201,7 @@ def number(sample: RewardSample, found: str | None, *, rel_tol: float = 1e-6, de
 
 @answering(*NUMBER_ORDER)
 def relaxed(sample: RewardSample, found: str | None, *, rel_tol: float = 0.05) -> Score:
-    """ChartQA's score: within `rel_tol` of a gold that is a number, else the same text as it."""
+    """ChartQA's score: within `rel_tol` of the gold if both are numbers, else the same text."""
     value, text = _reading(found or ""), plain_text(found or "")
     golds = [(_reading(gold), plain_text(gold)) for gold in sample.golds]
     right = any(text == words if value is None or gold is None else near(value, gold, rel_tol) for gold, words in golds)
@@ -211,7 +211,7 @@ def relaxed(sample: RewardSample, found: str | None, *, rel_tol: float = 0.05) -
 def gsm8k(
     sample: RewardSample, *, mode: str = "default", order: Sequence[str] = GSM8K_ORDER, scope: Scope = "after_think"
 ) -> Score:
-    """The number after `####`; `mode` picks another single place to look at."""
+    """1 if the number after `####` is right; `mode` strict, boxed or flexible selects one other place."""
     if mode != "default" and mode not in GSM8K_ORDERS:
         raise ValueError(f"mode is default, {', '.join(GSM8K_ORDERS)}, not {mode!r}")
     found = answer_of(sample, GSM8K_ORDERS.get(mode, order), scope)
@@ -219,7 +219,7 @@ def gsm8k(
 
 
 def single_number(text: str) -> Number | None:
-    """The number in a text that holds exactly one."""
+    """The value of the only number in a text, or None."""
     if text.isdecimal() and len(text) <= LONGEST_NUMBER:
         return int(text)
     text = peel_number(text.translate(NARROW))
@@ -238,7 +238,7 @@ def single_number(text: str) -> Number | None:
 
 
 def _rational(text: str) -> Number | None:
-    """A text that is one fraction, mixed number or power of ten, and nothing else."""
+    """The value of a text that is only a number, fraction, mixed number or power of ten, else None."""
     try:
         return rational(normalise(text)) if len(text) <= LONGEST_NUMBER else None
     except TooLarge:
@@ -246,14 +246,14 @@ def _rational(text: str) -> Number | None:
 
 
 def near(value: Number, gold: Number, rel_tol: float) -> bool:
-    """Relative to the gold, so that 0 is met by 0 only."""
+    """Whether value is within `rel_tol`, relative to the gold; only 0 matches a gold of 0."""
     allowed = Fraction(str(rel_tol)) * max(gold, -gold)
     return -allowed <= value - gold <= allowed
 
 
 @lru_cache(maxsize=4096)
 def _reading(text: str) -> Number | None:
-    """A text that is a number and nothing else; p% is p/100, a currency is left out."""
+    """The value of a text that is only a number, else None; p% is p/100, currency signs are ignored."""
     text = peel_number(text.translate(NARROW).replace("\\%", "%"))
     bare = text.removesuffix("%").strip(" $\u20ac\u00a3\u00a5")
     value = _rational(bare)
@@ -263,7 +263,7 @@ def _reading(text: str) -> Number | None:
 def _judge(
     sample: RewardSample, found: str | None, right: Callable[[Number, Number], bool], *, percent: bool = True
 ) -> Score:
-    """`percent`: p% also stands for p."""
+    """Compare the only number of an answer with the golds. `percent`: p% on one side also matches p."""
     golds = _golds(sample.golds)
     if not golds:
         return no_gold(sample)
@@ -285,7 +285,7 @@ def _golds(texts: tuple[str, ...]) -> tuple[tuple[Number, Unit | None], ...]:
 
 
 def _unit_of(text: str) -> Unit | None:
-    """What stands on both sides must be the same; nothing is converted here."""
+    """The unit in an answer or gold. If both have one they must be equal: `_judge` does not convert."""
     bare = text.isdecimal() or len(text) > LONGEST_NUMBER
     return None if bare else split_unit(tidy(peel_number(text)))[1]
 

@@ -1,4 +1,4 @@
-"""Verifiers of sets that mix kinds of questions: options where a row has them, else formulas, or numbers and words.
+"""Verifiers for datasets that mix kinds of questions: multiple choice, and formulas, or numbers and text.
 
 >>> typed(RewardSample(id="a", response="B", answer="dog", choices=["cat", "dog"])).value
 1.0
@@ -23,7 +23,7 @@ PLACES = ("answer_tag", "boxed", "answer_line", "letter")
 
 
 def choice_or_math(sample: RewardSample, *, order: Sequence[str] = PLACES, scope: Scope = "after_think") -> Score:
-    """`choice` for rows with options, or whose gold is a letter, else `math`."""
+    """`choice` for rows with options or a letter as gold, else `math`."""
     if _has_options(sample):
         return choice(sample, order=order, scope=scope)
     return math(sample, order=_without_letter(order), scope=scope)
@@ -32,8 +32,8 @@ def choice_or_math(sample: RewardSample, *, order: Sequence[str] = PLACES, scope
 def typed(
     sample: RewardSample, *, decimals: int | None = None, order: Sequence[str] = PLACES, scope: Scope = "after_think"
 ) -> Score:
-    """`choice` for rows with options. A gold that is a number is met by one number that rounds to the same `decimals`,
-    or to those of the row's column `precision`; a list by an equal one; a text by an answer that holds it.
+    """`choice` for rows with options or a letter as gold. Otherwise 1 if the answer is: for a gold number, one number
+    that is equal when rounded to the row's `precision` or to `decimals`; an equal list; a text that contains the gold.
     """
     if _has_options(sample):
         return choice(sample, order=order, scope=scope)

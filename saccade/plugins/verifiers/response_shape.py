@@ -1,7 +1,7 @@
-r"""The shape of a response: formats (where the answer is, a strict check, a renderer), and terms that shape a reward
-without judging the answer: length limits, repetition, tool use.
+r"""Response formats (extractors, a strict check, a renderer), and shaping terms of a reward that do not depend on the
+answer: length limits, repetition, tool use.
 
-The words that ask for a format belong to the prompts, not here.
+The instructions that ask for a format are part of the prompts, not of this file.
 
     >>> FORMATS["think_boxed"].render("4")
     '<think>The answer is known.</think> \\boxed{4}'
@@ -23,14 +23,14 @@ from saccade.types import Score
 
 
 def check_think_answer(sample: RewardSample, *, gap: str = "space") -> bool:
-    """Thought, then answer, each tag once, nothing before, between or after them, no blank body."""
+    """Thought, then answer, each tag once, both non-blank, and no text before, between or after them."""
     if gap not in ("space", "none"):
         raise ValueError(f"gap is 'space' or 'none', not {gap!r}")
     return _thought_then("answer", sample.text, gap)
 
 
 def check_grounding(sample: RewardSample) -> bool:
-    """Every turn thinks, then calls once; the last one answers."""
+    """Every turn is a thought and one tool call; the last turn is a thought and the answer."""
     turns = [f"<think>{turn}" if sample.think_prefilled else turn for turn in sample.turns or (sample.response,)]
     return _thought_then("answer", turns[-1]) and all(
         _thought_then("grounding", turn) and "answer>" not in turn for turn in turns[:-1]
@@ -38,16 +38,16 @@ def check_grounding(sample: RewardSample) -> bool:
 
 
 def _thought_then(tag: str, text: str, gap: str = "space") -> bool:
-    """`<think>…</think><tag>…</tag>`, each once, both filled, nothing else."""
+    """Whether the text is `<think>…</think><tag>…</tag>`, each once, both non-blank, and nothing else."""
     once = all(text.count(each) == 1 for each in ("<think>", "</think>", f"<{tag}>", f"</{tag}>"))
     between = "" if gap == "none" else r"\s*"
     shape = rf"<think>(.*?)</think>{between}<{tag}>(.*)</{tag}>"
-    match = re.fullmatch(shape, text.strip(), re.DOTALL) if once else None  # more tags would take long
+    match = re.fullmatch(shape, text.strip(), re.DOTALL) if once else None  # slow with many tags
     return match is not None and all(map(str.strip, match.groups()))
 
 
 def check_think_boxed(sample: RewardSample, *, lenient: bool = False) -> bool:
-    r"""One thought first, a balanced, filled `\boxed{}` after it."""
+    r"""One thought first, then a non-blank `\boxed{}` with balanced braces."""
     text = sample.text.strip()
     if lenient:
         text = re.sub(r"<\s*(?:(/)\s*)?think\s*>", r"<\1think>", text)
@@ -58,7 +58,7 @@ def check_think_boxed(sample: RewardSample, *, lenient: bool = False) -> bool:
 
 
 def check_boxes_json(sample: RewardSample) -> bool:
-    """A fenced JSON list of boxes with labels, then as `think_boxed`."""
+    """A fenced JSON list of boxes with labels, followed by the format `think_boxed`."""
     fence, think, rest = sample.response.strip().partition("<think>")
     block = re.fullmatch(r"```json\n(.*)\n```\s*", fence, re.DOTALL)
     found = read_boxes(block[1]) if block else None
@@ -68,7 +68,7 @@ def check_boxes_json(sample: RewardSample) -> bool:
 
 
 def check_boxed(sample: RewardSample) -> bool:
-    r"""A balanced, filled `\boxed{}` outside of any thought."""
+    r"""A non-blank `\boxed{}` with balanced braces after the thought, if there is one."""
     return bool((last_boxed(_scope(sample)) or "").strip())
 
 
@@ -86,7 +86,7 @@ def check_hash(sample: RewardSample) -> bool:
 
 
 def check_letter(sample: RewardSample) -> bool:
-    """One option letter and nothing else, bare or in the answer tag."""
+    """Only one option letter, bare or in the answer tag."""
     text = re.sub(r"\A<answer>(.*)</answer>\Z", r"\1", _scope(sample).strip(), flags=re.DOTALL)
     return single_letter(text, sample.choices) is not None
 
@@ -113,8 +113,8 @@ def _boxes(gold: str) -> str:
 TAGGED = ResponseFormat(order=("answer_tag",), check=check_think_answer, render=_tagged)
 FORMATS = {
     "think_answer": TAGGED,
-    "counting": TAGGED,  # in other words
-    "grounding": replace(TAGGED, check=check_grounding),  # the environment has the words that ask for a call
+    "counting": TAGGED,  # with another instruction in the prompt
+    "grounding": replace(TAGGED, check=check_grounding),  # the environment's prompt asks for tool calls
     "think_boxed": ResponseFormat(
         order=("boxed",), check=check_think_boxed, render=f"{THOUGHT} \\boxed{{{{{{}}}}}}".format
     ),
@@ -124,17 +124,17 @@ FORMATS = {
     "hash": ResponseFormat(order=("hash",), check=check_hash, render="#### {}".format),
     "letter": ResponseFormat(order=("answer_tag", "letter"), check=check_letter, render=str),
     "direct": ResponseFormat(order=("whole",), render=str),
-    # The instruction is the user's, so every common place is searched.
+    # The user writes the instruction, so all common places are searched.
     "none": ResponseFormat(order=("answer_tag", "boxed", "answer_line", "whole"), render="<answer>{}</answer>".format),
 }
 
 
-# Scripts written without spaces: a character is a word.
+# Words; in scripts without spaces every character is a word.
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 
 
 def overlong(sample: RewardSample, *, buffer: int, factor: float = 1.0, limit: int | None = None) -> Score:
-    """f·max(-1, min(0, (M - b - L)/b)): grows over the last `buffer` tokens before the limit M."""
+    """factor·max(-1, min(0, (limit - buffer - length)/buffer)): a penalty for the last `buffer` tokens."""
     limit = limit or sample.max_tokens
     if not 0 < buffer < limit:
         raise ValueError(f"overlong needs 0 < buffer < {limit} (the token limit), got {buffer}")
@@ -143,7 +143,7 @@ def overlong(sample: RewardSample, *, buffer: int, factor: float = 1.0, limit: i
 
 
 def repetition(sample: RewardSample, *, n: int = 4, max_penalty: float = 1.0) -> Score:
-    """-max_penalty·(1 - distinct/all) over runs of n words."""
+    """-max_penalty·(1 - distinct/all), over all n-grams of words."""
     if n < 1:
         raise ValueError(f"repetition needs n of at least 1, got {n}")
     words = WORD.findall(sample.response.lower())
@@ -153,7 +153,7 @@ def repetition(sample: RewardSample, *, n: int = 4, max_penalty: float = 1.0) ->
 
 
 def length(sample: RewardSample, *, target: int | None = None, band: Sequence[int] | None = None) -> Score:
-    """min(1, tokens/target), or 1 inside the band [low, high] and 0 outside."""
+    """min(1, tokens/target), or, with band = [low, high], 1 inside and 0 outside."""
     if target is not None and band is None:
         return Score(kind="value", value=min(1.0, sample.length / target))
     if band is not None and target is None:
@@ -164,8 +164,8 @@ def length(sample: RewardSample, *, target: int | None = None, band: Sequence[in
 def tool_use(
     sample: RewardSample, *, penalty: float = 0.1, mode: str = "once", bonus: float = 0.0, only_if_correct: bool = True
 ) -> Score:
-    """-penalty for calling tools at all, or for every call; +bonus where a call succeeded. With
-    `only_if_correct` both are multiplied by the outcome.
+    """-penalty once if tools were called, or (`mode` per_call) for every call; +bonus if a call succeeded.
+    With `only_if_correct` both are multiplied by the outcome.
     """
     if mode not in ("once", "per_call"):
         raise ValueError(f"mode is once or per_call, not {mode!r}")

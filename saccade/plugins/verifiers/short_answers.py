@@ -1,8 +1,7 @@
-"""Verifiers of short answers: options, a digit, DAPO's answer line, audio questions, verdicts; and what is settled
-without a judge: a missing answer, and for `hybrid` what a rule is sure of.
+"""Verifiers of short answers: options, a digit, DAPO's answer line, audio questions, verdicts; and `judge` and
+`hybrid`, which decide without the judge if the answer is missing or (`hybrid`) a rule is certain.
 
-A score with ASK in its info holds the answer that is to be judged and what the rule made of it; the scorer takes it to
-the judge.
+A score with ASK in its info holds the answer to be judged and the rule's own score; the scorer passes it to the judge.
 
     >>> dapo_math(RewardSample(id="a", response="Answer: 12", answer="12")).value
     1.0
@@ -27,7 +26,7 @@ from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
-# What a judge of two things may say: the first, the second, neither.
+# Verdicts on two items: the first is better, the second, neither.
 VERDICTS: Mapping[str, tuple[str, str, str]] = {
     name.lower(): (f"{name} 1 is better", f"{name} 2 is better", f"Both {name.lower()}s are equally good")
     for name in ("Image", "Video", "Audio", "Response")
@@ -39,13 +38,13 @@ BETTER = re.compile(
     r"|\b(?:it\s+is\s+)?(?:a\s+)?(both\s+\w+\s+are\s+equally\s+good|tie)\b",
     re.IGNORECASE,
 )
-ALONE = re.compile(r"(?<![\d.-])\d(?!\.?\d)")  # a digit that is no part of a number
+ALONE = re.compile(r"(?<![\d.-])\d(?!\.?\d)")  # a digit that is not part of a longer number
 SIDES = {"a": 0, "1": 0, "b": 1, "2": 1, "c": 2, "0": 2, "tie": 2, "equal": 2, "both": 2}
 
 
 @answering("answer_tag", "boxed", "answer_line", "letter")
 def choice(sample: RewardSample, found: str | None) -> Score:
-    """1 when exactly the gold options are named; a gold of several letters is compared as a set."""
+    """1 if the answer names exactly the gold options; several letters are compared as a set."""
     gold = _gold_letters(sample.golds, tuple(sample.choices))
     if not gold:
         return no_gold(sample)
@@ -61,7 +60,7 @@ def _gold_letters(golds: tuple[str, ...], choices: tuple[str, ...]) -> frozenset
 
 @answering("answer_tag")
 def digit(sample: RewardSample, found: str | None, *, allowed: Sequence[str] = "0123456789") -> Score:
-    """The answer is an allowed digit, or the first that stands in it is the gold."""
+    """1 if the first allowed digit that stands alone in the answer is the gold."""
     digits = [str(one) for one in allowed]
     golds = {gold.strip() for gold in sample.golds} & set(digits)
     if not digits or any(len(one) != 1 for one in digits):
@@ -74,14 +73,14 @@ def digit(sample: RewardSample, found: str | None, *, allowed: Sequence[str] = "
 
 
 def dapo_math(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
-    """+1 when the last line `Answer: …` is spelled like the gold, else -1."""
+    """+1 if the last line `Answer: …` has the gold's normalised spelling, else -1."""
     found = answer_of(sample, ("answer_line",), scope)
     right = found is not None and spelling(found) in map(spelling, sample.golds)
     return replace(graded(found, right), value=1.0 if right else -1.0, parts={"accuracy_normalized": float(right)})
 
 
 def avqa(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
-    """1 for the option in the answer tag, by text, letter or index from 0; 1 for the shape."""
+    """1 for the right option in the answer tag (its text, letter or index from 0), plus 1 for the format."""
     found = answer_of(sample, ("answer_tag",), scope)
     gold = {_option(gold, sample.choices) for gold in sample.golds}
     return _two(sample, found, found is not None and _option(found, sample.choices) in gold)
@@ -89,8 +88,8 @@ def avqa(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
 
 @answering("answer_tag")
 def verdict(sample: RewardSample, found: str | None) -> Score:
-    """1 for naming the better of two items, or a tie, in words of `VERDICTS` and no others but a
-    reason behind them; 1 for the shape.
+    """1 for naming the better of two items, or a tie, in the words of `VERDICTS`, followed at most by a
+    reason; plus 1 for the format.
     """
     sides = [_side(gold) for gold in sample.golds]
     if not sides or None in sides:
@@ -111,7 +110,7 @@ def _side(gold: str) -> Literal[0, 1, 2] | None:
 
 
 def _option(text: str, choices: Sequence[str]) -> str:
-    """The letter of an option, or the plain words where it is none."""
+    """The letter of an option, or the normalised text if it is none."""
     letters = letters_in(text, choices) if choices else set()
     if len(letters) == 1:
         return letters.pop()
@@ -130,12 +129,12 @@ ASK = "ask"
 RULES: Mapping[str, Callable[..., Score]] = {
     each.__name__: each for each in (choice, math, number, count, relaxed, gsm8k, exact, contains_one_of)
 }
-DEFINITE = ("choice", "number", "count", "gsm8k")  # what these call wrong is wrong
+DEFINITE = ("choice", "number", "count", "gsm8k")  # if these say wrong, the judge is not asked
 
 
 @answering(*MATH_ORDER)
 def judge(sample: RewardSample, found: str | None) -> Score:
-    """Whatever answer there is goes to the judge; none at all is wrong."""
+    """The judge's score of the answer; 0 if there is no answer."""
     if not any(sample.golds):
         return no_gold(sample)
     if found is None:
@@ -151,8 +150,8 @@ def hybrid(
     order: Sequence[str] = MATH_ORDER,
     scope: Scope = "after_think",
 ) -> Score:
-    """The judge sees what the rule cannot settle. `auto` is `choice` for rows with options and
-    `exact`, then `math` for others; `options` are arguments of the rule.
+    """A rule if it is certain, else the judge. `rule` auto: `choice` for rows with options, `exact` and
+    then `math` for others; `options` are arguments of the rule.
     """
     if rule != "auto" and rule not in RULES:
         raise ValueError(f"rule is auto, {', '.join(RULES)}, not {rule!r}")

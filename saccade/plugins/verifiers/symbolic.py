@@ -1,9 +1,8 @@
-r"""Formulas and whether they are equal: a careful border around latex2sympy and math-verify.
+r"""Parses formulas and tests whether they are equal: a safe wrapper of latex2sympy and math-verify.
 
-They are imported on first use, so that a process without formulas never pays for them, and their
-timeouts (signals) are off. Here text is refused that they would read as something else, and
-formulas whose value would be too large; what takes long all the same is ended by the deadline of
-the worker process.
+These libraries are imported on first use, so that processes without formulas start fast, and their
+timeouts (signals) are disabled. Text that they would misread is refused, and so are formulas whose
+value would be too large; the worker process's deadline ends anything else that takes too long.
 
     >>> same(r"2\sqrt{3}", r"\sqrt{12}")
     True
@@ -18,19 +17,19 @@ from typing import Any
 
 from saccade.plugins.verifiers.math_text import BRACED, END, TooLarge, Unparseable, near
 
-MOST_DIGITS = 20_000  # of a number in the course of evaluation
+MOST_DIGITS = 20_000  # of a number during evaluation
 LARGEST_FACTORIAL = 5_000
 MOST_TERMS = 2_000  # of an expanded power of a sum
-MOST_BARS = 8  # each may open or close: the parser tries all
-PRECISION = 40  # digits at which constants are compared
+MOST_BARS = 8  # vertical bars: the parser tries each as opening and closing
+PRECISION = 40  # digits with which constants are compared
 CLOSE = Fraction(1, 10**30)
-ROUNDING = 0.01  # how far apart, relatively, what is called nearly equal may be
+ROUNDING = 0.01  # largest relative difference of the two sides of \approx
 
 FUNCTIONS = r"\\(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|exp|ln|log)"
 UNKNOWN = re.compile(r"\s*(?:[A-DF-Za-df-hj-z]|\\(?!pi\b)[a-z]+)?\s*")  # or nothing
 PROSE = frozenset(["is", "if", "no", "yes", "the", "not", "are", "to", "of", "in", "at", "by", "be", "it", "so"])
-# What the parser takes for something else: x' for x, `2 3` for 5, 2^2^3 for (2^2)^3; a word for a
-# product of letters, equal to its anagrams; and functions that it evaluates while it reads.
+# Text that the parser misreads: x' as x, `2 3` as 5, 2^2^3 as (2^2)^3; a word as a product of letters,
+# which equals its anagrams; and functions that it evaluates while parsing.
 MISREAD = re.compile(
     rf"'|\d\s+[\d.]|\.\d*\.|\^\s*{BRACED}\s*\^|\\(?:begin|gcd|lcm|det){END}"
     rf"|(?<![\\a-zA-Z])[a-zA-Z]{{5,}}|^(?=.*[aeiouAEIOU])[a-zA-Z]{{2,}}$"
@@ -38,7 +37,7 @@ MISREAD = re.compile(
 
 
 def _binomial(match: re.Match[str]) -> str:
-    n, k = match[1][1:-1], match[2][1:-1]  # factorials are not evaluated by the parser
+    n, k = match[1][1:-1], match[2][1:-1]  # as factorials, which the parser does not evaluate
     return rf"\frac{{({n})!}}{{({k})!(({n})-({k}))!}}"
 
 
@@ -53,7 +52,7 @@ REWRITES: list[tuple[re.Pattern[str], Any]] = [
         (r"(?<![\w.}])(\d+)\s*/\s*(\d+)(?!\s*[\d.^!])", r"\\frac{\1}{\2}"),
         (r"(\d*)\.(\d+)", lambda m: rf"\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}"),
         (rf"\\binom\s*({BRACED})\s*({BRACED})", _binomial),
-        # A product of numbers needs a sign: the parser reads 2(3) as a mixed number, 5.
+        # Insert a sign into products of numbers: the parser reads 2(3) as a mixed number, 5.
         (
             rf"({FUNCTIONS}\s*(?:[_^]\s*{BRACED}\s*)+\(?)"
             r"|(?<=\d)\s*(?=\(|\\frac)|(?<=[)}])\s*(?=[\d(]|\\frac)",
@@ -65,13 +64,13 @@ REWRITES: list[tuple[re.Pattern[str], Any]] = [
 
 @lru_cache(maxsize=1)
 def load() -> tuple[Any, Any, Any]:
-    """sympy, the parser and the verifier; the first call takes about a second."""
+    """Returns sympy, the parser and the verifier; the first call takes about a second."""
     import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from math_verify import verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that timeouts are off
-    letters = ConversionConfig(lowercase_symbols=False)  # X is not x
+    letters = ConversionConfig(lowercase_symbols=False)  # so X differs from x
 
     def parse(text: str) -> Any:
         return latex2sympy(text, is_real=True, normalization_config=None, conversion_config=letters)
@@ -81,7 +80,7 @@ def load() -> tuple[Any, Any, Any]:
 
 @lru_cache(maxsize=4096)
 def formula(text: str) -> Any:
-    """A leaf as an expression of sympy; raises `Unparseable` or `TooLarge`."""
+    """Parse a leaf into a sympy expression; raises `Unparseable` or `TooLarge`."""
     if text.count("|") > MOST_BARS:
         raise TooLarge("too many bars")
     if MISREAD.search(text) or PROSE & set(re.findall(r"(?<!\\)\b[a-z]+\b", text.lower())):
@@ -95,13 +94,13 @@ def formula(text: str) -> Any:
     sympy, parse, _ = load()
     try:
         expression = parse(text)
-    except Exception as error:  # it raises plain Exception where the text is not mathematics
+    except Exception as error:  # it raises plain Exception if the text is not mathematics
         raise Unparseable(str(error)) from None
     if not isinstance(expression, sympy.Expr):
         raise Unparseable("no single expression")
     _digits(expression)
     expression = expression.replace(sympy.Pow, _real_power)
-    if (i := sympy.Symbol("i", real=True)) in expression.free_symbols:  # not where it counts
+    if (i := sympy.Symbol("i", real=True)) in expression.free_symbols:  # not an index of summation
         expression = expression.xreplace({i: sympy.I})
     if expression.has(sympy.zoo, sympy.nan):
         raise Unparseable("a division by zero")
@@ -109,7 +108,7 @@ def formula(text: str) -> Any:
 
 
 def _rounded(exact: Any, rounded: Any) -> Any:
-    """The value itself where another is its rounding, which the parser drops."""
+    """Returns `exact` if `rounded` is nearly equal, else raises: the parser would drop `rounded` unchecked."""
     gap = abs(exact - rounded).evalf() - abs(exact).evalf() * ROUNDING
     if gap.is_nonpositive is not True:
         raise Unparseable("two values that are not nearly equal")
@@ -117,8 +116,8 @@ def _rounded(exact: Any, rounded: Any) -> Any:
 
 
 def same(left: str, right: str, tolerance: Fraction = Fraction(0)) -> bool:
-    """Equal, or constants at most `tolerance` apart, relative to the right one. Two equations are
-    the same when the differences of their sides are multiples of one another."""
+    """Whether two formulas are equal, or are constants at most `tolerance` apart, relative to the right one.
+    Two equations are the same if the differences of their sides are multiples of one another."""
     if "=" in left and "=" in right:
         return _proportional(*(part for text in (left, right) for part in text.split("=", 1)))
     a, b = formula(left), formula(right)
@@ -142,7 +141,7 @@ def _proportional(*sides: str) -> bool:
 
 
 def _digits(node: Any) -> float:
-    """An upper bound of the decimal digits that numbers inside grow to."""
+    """An upper bound of the digits of any number that evaluating the expression produces."""
     parts = [_digits(part) for part in node.args]
     kind = type(node).__name__
     if node.is_Rational:
@@ -163,6 +162,6 @@ def _digits(node: Any) -> float:
 
 
 def _real_power(base: Any, exponent: Any) -> Any:
-    """The cube root of -8 is -2."""
+    """The real odd root of a negative number: the cube root of -8 is -2."""
     odd_root = exponent.is_Rational and exponent.p == 1 and exponent.q % 2
     return -((-base) ** exponent) if odd_root and base.is_negative else base**exponent

@@ -1,4 +1,4 @@
-"""Verifiers that compare texts: the same, one inside the other, a pattern; overlap of labels and of words.
+"""Verifiers that compare texts: equality, containment, a regular expression, overlap of labels and of words.
 
 A list as gold means all of its labels for `labels_*`, and alternatives for all others.
 
@@ -22,19 +22,19 @@ from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
 
-SHORTEST = 2  # characters; a shorter gold is found in almost any text
+SHORTEST = 2  # characters; a shorter gold occurs in almost any text
 
 
 @answering("answer_tag")
 def exact(sample: RewardSample, found: str | None, *, ignore_case: bool = True) -> Score:
-    """The same text as the gold, up to case, white space and what `peel` takes off."""
+    """1 if the answer is the gold's text, up to case, white space and what `peel` removes."""
     golds = {plain_text(gold, ignore_case) for gold in sample.golds}
     return graded(found, plain_text(found or "", ignore_case) in golds)
 
 
 @answering("answer_tag")
 def contains_one_of(sample: RewardSample, found: str | None, *, ignore_case: bool = True) -> Score:
-    """The answer holds one of the golds, not as a part of a longer word or number."""
+    """1 if the answer contains one of the golds, not as part of a longer word or number."""
     golds = [plain_text(gold, ignore_case) for gold in sample.golds]
     if min(map(len, golds), default=0) < SHORTEST:
         return no_gold(sample)
@@ -44,7 +44,7 @@ def contains_one_of(sample: RewardSample, found: str | None, *, ignore_case: boo
 
 @answering("answer_tag")
 def regex(sample: RewardSample, found: str | None, *, pattern: str) -> Score:
-    """The pattern is found in the answer."""
+    """1 if the pattern matches somewhere in the answer."""
     try:
         return graded(found, re.search(pattern, found or "") is not None)
     except re.error as error:
@@ -52,7 +52,7 @@ def regex(sample: RewardSample, found: str | None, *, pattern: str) -> Score:
 
 
 def plain_text(text: str, ignore_case: bool = True) -> str:
-    """One spelling for texts that say the same."""
+    """Normalised text: Unicode form, white space, case, and without what `peel` removes."""
     text = unicodedata.normalize("NFC", peel(re.sub(r"\s+", " ", text).rstrip("! ")))
     return text.casefold() if ignore_case else text
 
@@ -64,12 +64,12 @@ ARTICLES = {"a", "an", "the"}
 
 
 def joined(sample: RewardSample, **args: Any) -> str:
-    """The right answer where a list means all of its entries."""
+    """The right answer to a row whose golds are all required."""
     return ", ".join(sample.golds)
 
 
 def _labels(value: Callable[[int, int, int], float]) -> Callable[..., Score]:
-    """A verifier of sets of labels. `value` takes how many are in both, found and gold; 1 where both are empty."""
+    """A verifier of sets of labels: value(in both, in the answer, in the gold), or 1 if both are empty."""
 
     @answering("answer_tag", "boxed", blank=True)
     def verify(sample: RewardSample, found: str | None, *, synonyms: Mapping[str, str] | None = None) -> Score:
@@ -83,7 +83,7 @@ def _labels(value: Callable[[int, int, int], float]) -> Callable[..., Score]:
 
 def labels_in(text: str, synonyms: Mapping[str, str] | None = None) -> set[str]:
     same = {_plain(word): _plain(label) for word, label in (synonyms or {}).items()}
-    text = re.sub(r"[^\S\n]+", " ", text)  # long gaps would be searched again and again
+    text = re.sub(r"[^\S\n]+", " ", text)  # long gaps would make the next pattern slow
     plain = {_plain(part) for part in BETWEEN.split(text)} - {""}
     return {same.get(label, label) for label in plain}
 
@@ -93,7 +93,7 @@ def _plain(label: str) -> str:
 
 
 def _tokens(value: Callable[[int, int, int], float]) -> Callable[..., Score]:
-    """A verifier of words without articles, each as often as it stands there; the best of the golds."""
+    """A verifier of multisets of words, without articles: the best value over the golds."""
 
     @answering("answer_tag", "boxed")
     def verify(sample: RewardSample, found: str | None) -> Score:

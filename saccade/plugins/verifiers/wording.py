@@ -1,9 +1,9 @@
-r"""The answer itself, without the words around it.
+r"""Patterns for the words around an answer.
 
-Wrappings (Markdown, quotes, brackets, commands of LaTeX), the words that lead to an answer and a mark behind it change
-nothing; for numbers neither do "about", digits of other scripts and number words: `peel` takes them off. Other words
-take an answer back, leave it open, or make another number of it. These tables are strict: who answers "maybe 7" or
-"7 hundred" is not paid for 7. "About 7" is an answer; "nearly 7" and "7 if any" are none.
+`peel` removes what does not change an answer: wrappings (Markdown, quotes, brackets, LaTeX commands), leading words
+and a final mark. For numbers `peel_number` also removes "about" and converts digits of other scripts and number words.
+Other words retract an answer, leave it open or change a number. These patterns are strict: "maybe 7" and "7 hundred"
+are not rewarded for 7. "About 7" is an answer; "nearly 7" and "7 if any" are not.
 
     >>> peel(r"The answer is **\(x^2\)**."), peel_number("about seven (7)")
     ('x^2', '7')
@@ -15,15 +15,15 @@ import re
 from fractions import Fraction
 from functools import lru_cache
 
-LONGEST = 2000  # characters; what is longer is no short answer in a wrapping
-DEEPEST = 12
+LONGEST = 2000  # characters; longer texts are not peeled
+DEEPEST = 12  # nested wrappings
 
 INSIDE = r"(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})"
 WRAPPINGS = re.compile(
     r"""(\*{1,3}|_{1,2}|`{1,3}|\${1,2}|["'])(?P<same>(?:(?!\1).)+)\1"""
     r"|\u201c(?P<double>[^\u201c\u201d]+)\u201d|\u2018(?P<single>[^\u2018\u2019]+)\u2019"
     r"|\u00ab(?P<angle>[^\u00ab\u00bb]+)\u00bb|\u300c(?P<corner>[^\u300c\u300d]+)\u300d"
-    # A comma in brackets makes a tuple, an interval or a set of them.
+    # Without commas: brackets with a comma are a tuple, an interval or a set.
     r"|\((?P<round>(?:[^(),;]|\([^()]*\))+)\)|\[(?P<square>(?:[^][,;()]|\([^()]*\))+)\]"
     rf"|\{{(?P<brace>(?:(?![,;]){INSIDE})+)\}}"
     r"|\\\((?P<inline>(?:(?!\\[()]).)+)\\\)|\\\[(?P<display>(?:(?!\\[][]).)+)\\\]"
@@ -32,7 +32,7 @@ WRAPPINGS = re.compile(
     r"|\\(?:text)?color\s*\{[^{}]*\}\s*(?P<colour>.+)",
     re.DOTALL,
 )
-CHECKED = "[\u2705\u2713\u2714\u2611]\ufe0f?"  # marks that only say: this one
+CHECKED = "[\u2705\u2713\u2714\u2611]\ufe0f?"  # check marks
 LEADING = re.compile(
     r"(?:(?:therefore|thus|hence)\b,?|\\therefore|\u2234|so(?:,|(?=\s+(?:the|my|it|this|that)\b)))\s*"
     r"|(?:(?:the|my|our)\s+)?(?:(?:final|correct|right)\s+)*answer\b\s*(?::|=|(?:is|would\s+be|should\s+be)\b:?)\s*"
@@ -55,7 +55,7 @@ NUMERALS |= {f"{word} {ONES[n]}" if n else word: 10 * ten + n for ten, word in e
 NUMERALS |= {
     f"{HAN[ten] if ten > 1 else ''}十{HAN[n] if n else ''}": 10 * ten + n for ten in range(1, 10) for n in range(10)
 }
-# For the inside of a pattern. A Chinese numeral among other signs may be a part of a word.
+# To be used within a pattern. A Chinese numeral next to other characters may be part of a word, so it is excluded.
 NUMERAL = (
     rf"(?<![a-zA-Z0-9_])(?:(?:{'|'.join(TENS)})(?:[-\s](?:{'|'.join(ONES[1:10])}))?"
     rf"|{'|'.join(ONES[::-1])})(?![a-zA-Z0-9_])"
@@ -77,16 +77,16 @@ POWERS = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10*
 
 
 def peel(text: str) -> str:
-    """Without wrappings, leading words and a mark behind."""
+    """Remove wrappings, leading words and a final mark."""
     return text if text.isalnum() else _peeled(text, False)
 
 
 def peel_number(text: str) -> str:
-    """As `peel`; a number also without "about", and in digits where it is in words."""
+    """As `peel`; also removes "about" before a number, and converts number words to digits."""
     return text if text.isdecimal() and text.isascii() else _peeled(text, True)
 
 
-@lru_cache(maxsize=4096)  # the members of a group often answer alike
+@lru_cache(maxsize=4096)  # members of a group often give the same answer
 def _peeled(text: str, number: bool) -> str:
     if len(text) > LONGEST:
         return text
@@ -105,8 +105,8 @@ def _peeled(text: str, number: bool) -> str:
 
 
 def in_digits(text: str) -> str:
-    """Digits of any script as 0 to 9, and number words, glosses, spaced thousands and millions as
-    plain numbers where they are the whole text; `7 (seven)` is 7, `7 (eight)` stays.
+    """Convert digits of any script to 0 to 9; and if they are the whole text, number words, spaced thousands
+    and numbers with "million" to plain numbers. `7 (seven)` becomes 7, `7 (eight)` is unchanged.
     """
     if not text.isascii():
         text = "".join(str(int(sign)) if sign.isdecimal() else sign for sign in text)
@@ -127,7 +127,7 @@ def in_digits(text: str) -> str:
 
 
 def numeral(text: str) -> int | None:
-    """The value of a number word, such as twenty-one."""
+    """The value of a number word such as twenty-one, or None."""
     return NUMERALS.get(re.sub(r"[-\s]+", " ", text.lower()))
 
 
@@ -137,18 +137,18 @@ def _agreed(gloss: re.Match[str]) -> str:
     return figure if same else gloss[0]
 
 
-STRUCK = r"~~|\u00ac|\\(?:neg|lnot|[bx]?cancel|sout)(?![a-zA-Z])|<(?:s|del|strike)>"  # out
+STRUCK = r"~~|\u00ac|\\(?:neg|lnot|[bx]?cancel|sout)(?![a-zA-Z])|<(?:s|del|strike)>"  # struck out, or negated
 UNSETTLED = re.compile(
-    # It is not so,
+    # Denial,
     r"\b(?:not|no|nor|neither|never|cannot|wrong|worst|incorrect|false|untrue|doubt|unlikely|unless"
     r"|except|exclu\w+|(?:all|anything|everything) but|ruled\s+out|rejected|eliminated)\b"
     r"|n['\u2019]t\b|[不非错\u274c\u2717\u2718]|没有|排除|除了"
-    # or it may be so and something else may, too.
+    # doubt, alternatives, questions.
     r"|\b(?:maybe|perhaps|possibly|probably|might|could|guess|unsure|uncertain|unknown|or|either"
     rf"|between|vs|versus)\b|[?\uff1f或吗]|还是|可能|也许|{STRUCK}",
     re.IGNORECASE,
 )
-# The answer that is marked behind these words is denied: it cannot be, the wrong one is.
+# Words that deny the answer that follows them: it cannot be, the wrong one is.
 DENIES_NEXT = re.compile(
     r"(?:(?:\b(?:not|never|cannot|neither|nor|except|without|(?:other|rather)\s+than|instead\s+of"
     r"|(?:all|anything|everything)\s+but)|n['\u2019]t)(?:\s+(?:be|is|it|it['\u2019]s|the|an?|that|to|for"
@@ -158,11 +158,11 @@ DENIES_NEXT = re.compile(
     r"[\s:\uff1a$*_(\[{\"'`]{0,20}\Z",
     re.IGNORECASE,
 )
-STRUCK_OUT = re.compile(  # with what was struck out
+STRUCK_OUT = re.compile(  # including the text that is struck out
     r"~~(?=\S)[^~\n]{0,200}[^~\s]~~|<(s|del|strike)>[^<>\n]{0,200}</\1>|\\sout\{[^{}]{0,200}\}"
 )
-# What was said is no longer so. These speak of the answer; "the others are wrong" does not, nor
-# does "sorry for the long text".
+# Retractions of the answer. "The others are wrong" and "sorry for the long text" do not refer to the
+# answer and do not match.
 AT_START = r"(?:^|[.!?,;:)>]|\b(?:no|oh|hm+|but))[^\w(]{0,9}"
 TAKEN_BACK = re.compile(
     r"\b(?:that|this|it|(?:my|the)(?:\s+(?:first|last|previous|above|final))?\s+(?:answer|count))"
@@ -181,7 +181,7 @@ TAKEN_BACK = re.compile(
     rf"[(*$]{{0,3}}(?:(?-i:[A-Z])|[-+]?\d[\d.,/]{{0,20}}|{NUMERAL})[)*$]{{0,3}}\s{{0,9}}(?:$|[.!?,;])",
     re.IGNORECASE | re.MULTILINE,
 )
-# What is said of all the rest, behind an answer: no other one is visible, the others are wrong.
+# Remarks after an answer about everything else: no other one is visible, the others are wrong.
 ASIDE = re.compile(
     r"(?i:(?<=[.;!\n])\s{0,9}(?:(?:there\s+(?:is|are)\s+)?(?:no|none\s+of\s+the)\s+(?:others?|more"
     r"|further)\b|nothing\s+else\b|(?:all\s+)?(?:the\s+)?(?:others?|rest|remaining)\b"
@@ -190,15 +190,14 @@ ASIDE = re.compile(
     r"|\s{0,9}\(?\bno\s+more,?\s+(?:and\s+)?no\s+less\b\)?"
     r"|\s{0,9}\((?:not\s+(?:counting|including)|excluding)\b[^()\d]{0,80}\)"
 )
-# What stands beside a number and makes another one of it; this and the next two are for the inside
-# of a pattern.
+# Words next to a number that change it; this and the next two are to be used within a pattern.
 SCALE = (
     r"(?:half|halves|thirds?|quarters?|tens|hundreds?|thousands?|[a-z]+illions?|bn|dozens?|pairs?"
     r"|couples?|lakhs?|crores?|myriads?|squared|cubed|factorial|plus|minus|negative"
     r"|(?:fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]*(?:teen|tie|hundred|sand|illion))ths?"
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)"
 )
-# What makes a bound, or nothing at all, of the number right behind it, or right before it.
+# Words that turn the number right after them (BOUND) or right before them (BOUND_BEHIND) into a bound or nothing.
 BOUND = (
     r"(?:at\s+(?:least|most)|(?:more|less|fewer|greater|other|rather)\s+than|instead\s+of|over|under"
     r"|above|below|beyond|up\s+to|half\s+of|twice|double|triple|nearly|almost|barely|hardly"
@@ -206,11 +205,11 @@ BOUND = (
     r"|max\.?(?:\s+of)?|min\.|(?:max|min)imum(?:\s+of)?|upwards?\s+of|in\s+excess\s+of)"
 )
 BOUND_BEHIND = r"(?:at\s+(?:the\s+)?(?:least|most)|max|(?:max|min)imum|tops|if\s+any|nearly|almost|each|apiece|per)"
-REASON = re.compile(  # before the answer it ends with a comma
+REASON = re.compile(  # a clause with because or since; before the answer it ends with a comma
     r"\A\s*(?:because|since)\b[^,]*,|\b(?:because|since)\b.*|因为.*", re.IGNORECASE | re.DOTALL
 )
 
 
 def unsettled(text: str) -> bool:
-    """Whether a text denies, doubts or asks, or gives an alternative."""
+    """Whether a text contains a denial, doubt, a question or an alternative."""
     return UNSETTLED.search(text) is not None
