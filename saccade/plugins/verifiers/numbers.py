@@ -5,7 +5,7 @@ A unit is a known word or sign (`100 cm`, `3 m/s^2`, `30^\circ`, `50\%`), or any
 single letter is a unit only after a plain number and a space: `5m` may be five times m.
 
     >>> single_number("There are seven items"), split_unit("100 cm")[1].factor
-    (7, Fraction(1, 100))
+    (Fraction(7, 1), Fraction(1, 100))
 """
 
 import re
