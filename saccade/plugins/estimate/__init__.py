@@ -118,7 +118,7 @@ def as_rl(config: Config, command: str, family: Family) -> Config:
         return config
     tree = config.model_dump(mode="json", exclude_unset=True)
     kept = {part: tree.get(part, {}) for part in ("model", "data", "train", "run")}
-    if generates(config, command):  # answers to the questions of data.val
+    if generates(config, command):  # it generates answers in validation
         kept["rollout"] = {"replicas": config.rollout.replicas}
     longest, beside = getattr(config, command.replace("-", "_")).max_tokens, command == "dpo" and config.dpo.reference
     asked = min(config.data.max_prompt_tokens, family.max_positions // 2, longest // 2)

@@ -87,7 +87,7 @@ def passes(
     for (name, learner), epoch in product(learners.items(), range(epochs)):
         if learner is None:
             continue
-        looked = epoch > 0 or known or learner is critic  # for the values
+        looked = epoch > 0 or known or learner is critic  # it was encoded before (by the critic: for the values)
         shown = not (flops.towers_frozen(learner.training) and looked)
         useful, repeated = train_step(learner, trained, media=shown)
         work["update"] += useful

@@ -50,7 +50,7 @@ HALVES = ("gate_proj", "up_proj")
 
 class Projections:
     def __init__(self, model: nn.Module) -> None:
-        self.layers: list[_Joined] = []  # of queries, keys and values
+        self.layers: list[_Joined] = []  # concatenated projections
         self.adapters: list[_Adapters] = []
         for module in model.modules():
             for names in READERS:

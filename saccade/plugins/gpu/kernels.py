@@ -24,7 +24,7 @@ from torch import Tensor
 from saccade.plugins.gpu import decode_state as fields
 
 LOG2_E = 1.4426950408889634
-LOWEST = tl.constexpr(-1e30)  # of scores
+LOWEST = tl.constexpr(-1e30)  # least running maximum of scores, if all are masked
 TOGETHER = 256  # at most this many row programs run in one launch with those of prefix groups
 LEAST_PART = 512  # least tokens of a part of a row, if there are many rows
 

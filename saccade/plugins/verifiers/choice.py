@@ -27,7 +27,7 @@ CHOSEN = re.compile(
     r"(?:\s+is\s+(?:the\s+)?(?:correct|right|answer)(?:\s+(?:answer|option|choice|one))?)?",
     re.IGNORECASE | re.DOTALL,
 )
-ARTICLE = re.compile(r"\b(?i:it|this|that)(?:\s+is|['\u2019]s)\s+a\W*\Z")  # its noun is missing
+ARTICLE = re.compile(r"\b(?i:it|this|that)(?:\s+is|['\u2019]s)\s+a\W*\Z")  # "It is a", without a noun
 BRACKETED = re.compile(r"(?:\((?=[^()]+\)\Z)|\[(?=[^][]+\]\Z)|\{(?=[^{}]+\}\Z))(.+).", re.DOTALL)
 # Another option after a named one, that `NAMED` does not match: (B), then option c; (B), then C
 FURTHER = re.compile(r"\b(?:option|choice|answer)\s+[a-z]\b|(?<![\w.])[b-hj][.):](?=\s|\Z)|\s[A-Z][.!]?\Z")

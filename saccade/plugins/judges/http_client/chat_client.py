@@ -139,8 +139,8 @@ def stored_answer(folder: str, key: str) -> Answer | None:
 
 
 def store_answer(folder: str, key: str, asked: Mapping[str, Any], answer: Answer) -> None:
-    """Write an answer to its own file, with `asked` for human readers; written under a temporary name first, so that
-    a killed run leaves no partial file.
+    """Write an answer to its own file, with `asked` for human readers; under a temporary name first, so that a killed
+    run leaves no partial answer in the cache.
     """
     if not folder:
         return

@@ -81,7 +81,7 @@ def http_client(url: str, key: str = "") -> httpx2.Client:
         headers={"Content-Type": "application/json", **head},
         limits=httpx2.Limits(max_connections=None, max_keepalive_connections=20),
         trust_env=parts.hostname not in LOOPBACK,
-        verify=parts.scheme == "https",  # else there are no certificates to load
+        verify=parts.scheme == "https",  # http loads no certificates
     )
 
 
