@@ -1,1 +1,1 @@
-"""An average of the weights that a run trains."""
+"""An exponential moving average (EMA) of the trained weights."""

@@ -1,4 +1,4 @@
-"""An average of the weights that follows the policy slowly; checkpoints hold it as a model folder.
+"""An exponential moving average of the policy's weights; checkpoints contain it as a model folder.
 
 average = b * average + (1 - b) * weights, after every update; b = train.ema
 """
@@ -25,7 +25,7 @@ class Average:
         return 2 * self.backend.saved_bytes()
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
-        """The state to resume from, in fp32 if it is kept so, and a model folder to load."""
+        """The files to resume from (fp32 if the average is fp32), and a loadable model folder."""
         yield from self.backend.state_files(copy=copy)
         yield from self.backend.model_files(copy=copy)
         yield "", partial(copy_processor, self.backend.family)
@@ -38,12 +38,12 @@ def follow(
     start: Path | None,
     attach: Callable[[Any], object] = lambda model: None,
 ) -> dict[str, Any]:
-    """The average as a part of the checkpoint, where train.ema asks for one. `start` is the checkpoint
-    to resume from; `attach` adds heads that the folder's weights do not have.
+    """Set up the average if train.ema is set; returns it as a part of checkpoints, by name. `start` is the checkpoint
+    to resume from; `attach` adds heads that the model's folder does not have.
     """
     if not config.train.ema:
         return {}
-    if policy.engine is not None:  # it is on ranks, and so is its average
+    if policy.engine is not None:  # the policy is on ranks, so its average is, too
         return {"ema": policy.beside("ema")}
     model = model_setup.load_policy(config, family, divided=True)
     attach(model)

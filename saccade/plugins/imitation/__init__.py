@@ -1,1 +1,1 @@
-"""Demonstrations, answers with their rewards, and teachers."""
+"""Imitation: demonstrations during RL, reward-tagged answers, and teachers."""

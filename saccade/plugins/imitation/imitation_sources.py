@@ -1,4 +1,4 @@
-"""Learning from others: demonstrations beside rewards, answers with their rewards, and a teacher in sft.
+"""Imitation: demonstrations added to RL updates, and for sft reward-tagged answers and distillation from a teacher.
 
     loss of an update + train.sft_coef * mean of -log p over the tokens of its demonstrations
 
@@ -59,7 +59,7 @@ class Demonstrations:
         self.stream = Stream(data, seed=config.run.seed, config=config.data)
 
     def batches(self) -> list[Batch]:
-        """The next rows. Without advantages they are imitated."""
+        """Batches of the next rows. They have no advantages, which marks them for the imitation loss."""
         rows = self.quarantine.take(self.stream, self.rows, self.family)
         groups = [dialogue(row, self.family, "assistant") for row in rows]
         train = self.config.train
@@ -68,11 +68,11 @@ class Demonstrations:
         return [replace(b, scales=np.full(b.read_count, scale, np.float32)) for b in batches]
 
 
-# -- answers with their rewards: `sft.reward_tag` is written behind the question ---------------------
+# -- reward-tagged answers: `sft.reward_tag` is appended to the question -----------------------------
 
 
 def reward_tagged(sample: Sample, tag: str, reward: float | None = None) -> Sample:
-    """The reward, or that of the row, after the question, which is the last one that is answered."""
+    """Append the tag with `reward`, or the row's reward, to the last user message."""
     messages = list(sample.messages)
     last = max(index for index, message in enumerate(messages) if message.role == "user")
     text = tag.format(reward=reward_of(sample) if reward is None else reward)
@@ -81,13 +81,13 @@ def reward_tagged(sample: Sample, tag: str, reward: float | None = None) -> Samp
 
 
 def asking_for_the_best(tag: str, data: Dataset, sets: dict[str, Dataset]) -> dict[str, Dataset]:
-    """Questions that name the highest reward of the answers that were learned."""
+    """Validation sets whose questions are tagged with the highest reward in the training data."""
     best = max(reward_of(sample) for sample in data.samples)
     return {name: questions.map_samples(part, lambda s: reward_tagged(s, tag, best)) for name, part in sets.items()}
 
 
 def reward_of(sample: Sample) -> float:
-    """What the row says of its answer."""
+    """The reward of the row's answer: its label, or the column reward or label."""
     value = sample.desirable
     for name in ("reward", "label"):
         value = sample.extra.get(name) if value is None else value
@@ -96,11 +96,11 @@ def reward_of(sample: Sample) -> float:
     return float(value)
 
 
-# -- a teacher: its losses are read chunk by chunk, no [tokens, vocabulary] is stored ---------------
+# -- a teacher: losses are computed in chunks, so no [tokens, vocabulary] tensor is stored -----------
 
 
 def teacher_of(config: Config, family: Family) -> LocalBackend:
-    """A model that reads the same tokens and only scores."""
+    """Load the teacher, which reads the same tokens and is never trained; refuses one with other tokens."""
     path = config.sft.teacher
     assert path is not None
     folder = model_setup.model_folder(config, path)
@@ -126,7 +126,7 @@ def teacher_of(config: Config, family: Family) -> LocalBackend:
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """Demonstrations, and what the teacher thinks of every token."""
+    """Cross-entropy with the demonstrations and with the teacher's distribution at every token."""
 
     teacher: LocalBackend
     kd_coef: float
@@ -140,7 +140,7 @@ class DistillationLoss:
         def chunk(hidden: Tensor, taught: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits = head(hidden)
             with torch.no_grad():
-                # Embeddings of one tokenizer are padded to different sizes; no token stands there.
+                # Models with one tokenizer may pad the vocabulary differently; the padding holds no tokens.
                 theirs = their_head(taught)[:, : logits.shape[1]]
                 theirs = pad(theirs, (0, logits.shape[1] - theirs.shape[1]), value=-torch.inf)
             return kd(logits, theirs, targets, kd_coef=self.kd_coef)
@@ -149,7 +149,7 @@ class DistillationLoss:
             with torch.no_grad():
                 taught = self.teacher.hidden_at(part, part.reads)
             hidden, targets = trainer.hidden_at(part, part.reads), to_device(part.targets, trainer.device)
-            # The logits of a chunk are computed again in backward.
+            # Checkpointed: the logits of a chunk are recomputed in backward.
             rows = max(1, CHUNK_ELEMENTS // trainer.family.vocabulary)
             chunks = zip(hidden.split(rows), taught.split(rows), targets.split(rows), strict=True)
             results = [checkpoint(chunk, *each, use_reentrant=False) for each in chunks]
@@ -163,10 +163,10 @@ class DistillationLoss:
 def kd(
     logits: Tensor, teacher_logits: Tensor, targets: Tensor, *, kd_coef: float = 0.4
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(1 - kd_coef) CE + kd_coef (-sum over v of p_teacher log p_student), and both terms.
+    """Returns (loss (1 - kd_coef) CE + kd_coef (-sum over v of p_teacher log p_student), CE, the teacher's term), [R].
 
     logits [R, V], with a gradient; teacher_logits [R, V]; targets [R]. Ids that are banned (-inf)
-    for the student are banned for the teacher.
+    for the student are banned for the teacher, too.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     banned = logits == -torch.inf

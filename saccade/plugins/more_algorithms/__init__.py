@@ -1,1 +1,1 @@
-"""Advantages and policy losses of further papers, each a row of the same tables."""
+"""Less common advantages, policy losses, aggregations and corrections; rows of the same tables as the core's."""

@@ -1,8 +1,8 @@
-"""Estimators of advantages beside the usual ones. Axes: S members (sequences), T policy tokens.
+"""Less common advantage estimators. Axes: S members (sequences), T policy tokens.
 
-`drpo` remembers how often and how well each domain was answered so far. A domain has ten bins of success y in
-[0, 1]; old groups fade with a half-life, so the state neither grows nor freezes. Plain lists that go into a
-checkpoint as JSON.
+`drpo` keeps statistics of each domain: how many groups it had, and how successful they were. A domain has ten bins of
+success y in [0, 1]; counts decay with a half-life, so that old groups lose weight. The state is plain lists, saved in
+checkpoints as JSON.
 
     >>> domains = noted({}, [("xray", 0.25), ("ct", 0.625)])
     >>> weight(domains, "xray", 0.25), weight(domains, "ct", 0.625)
@@ -41,15 +41,15 @@ ROWS: dict[str, Entry] = {}
     ROWS, "(G_k - mean) / (std + std_eps) of turn k over the group; G_k: return from turn k on", group=True, turns=True
 )
 def turn_grpo(inputs: AdvantageInputs, *, gamma: PositiveShare = 1.0, std_eps: NotNegative = 1e-6) -> Tensor:
-    """Credit for each turn, as in arXiv 2505.11821: a turn earns what the environment gave for it and for later ones,
-    and the rest of the reward, which comes after the last. It is compared with the same turn of other members.
+    """Credit per turn (arXiv 2505.11821). The return of a turn sums the environment's rewards from it on and the rest
+    of the reward, which belongs to the last turn. It is compared with the same turn of other members.
     """
     import torch
 
     turns = torch.zeros_like(inputs.sequence) if inputs.turns is None else inputs.turns
     earned = inputs.scores.new_zeros(len(inputs.scores), 1) if inputs.earned is None else inputs.earned
     count = earned.shape[1]
-    place = inputs.sequence * count + turns  # of a token, in [S, turns]
+    place = inputs.sequence * count + turns  # [T] index of a token's turn in the flattened [S, turns]
     there = inputs.sum_by(place, torch.ones_like(place, dtype=earned.dtype), earned.numel()).view_as(earned) > 0
     last = inputs.sequence.new_zeros(len(earned)).scatter_reduce(0, inputs.sequence, turns, "amax")
     rest = inputs.rewards.where(inputs.baseline, 0.0) - earned.sum(1).where(inputs.baseline, 0.0)
@@ -61,7 +61,7 @@ def turn_grpo(inputs: AdvantageInputs, *, gamma: PositiveShare = 1.0, std_eps: N
     group = inputs.group_index[:, None] * count + torch.arange(count)
 
     def over(values: Tensor) -> Tensor:
-        """Sums over the members of a group that have this turn, for each of them."""
+        """[S, turns] -> [S, turns]: sums over the members of the group that have this turn."""
         summed = inputs.sum_by(group.flatten(), values.where(counts, 0.0).flatten(), earned.numel())
         return summed[group.flatten()].view_as(values)
 
@@ -75,23 +75,23 @@ def turn_grpo(inputs: AdvantageInputs, *, gamma: PositiveShare = 1.0, std_eps: N
 # -- domains --------------------------------------------------------------------------------------
 
 BINS = 10
-HALF_LIFE = 5000  # groups of the domain
-LEAST_SUCCESS = 0.05  # a domain that always fails must not weigh infinitely
-FADED = 1e-12  # of a group; smaller counts are empty, for their inverse would overflow in the end
+HALF_LIFE = 5000  # in groups of the domain
+LEAST_SUCCESS = 0.05  # lower bound, so that the weight of a domain that always fails is finite
+FADED = 1e-12  # decayed counts below this are set to 0, as their inverse could overflow
 
 Range = tuple[float, float]  # lowest and highest possible outcome
 UNIT = (0.0, 1.0)
-Domains = Mapping[str, Mapping[str, Sequence[float]]]  # faded groups and sums of their success, by bin
+Domains = Mapping[str, Mapping[str, Sequence[float]]]  # domain → decayed counts and sums of success, per bin
 
 
 def observe(domains: Domains, groups: Sequence[Group], algorithm: Algorithm, *, reward_range: Range = UNIT) -> Domains:
-    """After a step: every scored group is noted, in the order of the uids."""
+    """Update the statistics with all scored groups of a step, in the order of their uids."""
     seen = [(domain_of(g), success_of(g, algorithm, reward_range)) for g in sorted(groups, key=lambda group: group.uid)]
     return noted(domains, [(domain, y) for domain, y in seen if y is not None])
 
 
 def weigh(domains: Domains, group: Group, algorithm: Algorithm, *, reward_range: Range = UNIT) -> float:
-    """The weight of a group that was observed; 1 where no member counts."""
+    """The weight of a group that was observed; 1 if no member has an outcome."""
     y = success_of(group, algorithm, reward_range)
     return 1.0 if y is None else weight(domains, domain_of(group), y)
 
@@ -102,13 +102,13 @@ def domain_of(group: Group) -> str:
 
 
 def success_of(group: Group, algorithm: Algorithm, reward_range: Range) -> float | None:
-    """Mean raw outcome as a share of what is possible; None when no member counts."""
+    """Mean raw outcome, scaled from `reward_range` to [0, 1]; None if no member has an outcome."""
     outcomes = outcomes_of(group, algorithm)
     return success(outcomes, reward_range) if outcomes else None
 
 
 def success(outcomes: Sequence[float], reward_range: Range) -> float:
-    """Mean raw outcome of a group as a share of the declared range."""
+    """Mean raw outcome of a group, scaled from `reward_range` to [0, 1]; refuses outcomes outside the range."""
     low, high = reward_range
     rounding = 1e-6 * (high - low)
     for outcome in outcomes:
@@ -120,7 +120,7 @@ def success(outcomes: Sequence[float], reward_range: Range) -> float:
 
 
 def noted(domains: Domains, seen: Sequence[tuple[str, float]]) -> Domains:
-    """With what was `seen`: the domain and the success of each group."""
+    """The statistics updated with `seen`, (domain, success) of each group."""
     updated = dict(domains)
     for domain, groups in Counter(domain for domain, _ in seen).items():
         bins = updated.get(domain, {"counts": [0.0] * BINS, "sums": [0.0] * BINS})
@@ -135,7 +135,7 @@ def noted(domains: Domains, seen: Sequence[tuple[str, float]]) -> Domains:
 
 
 def weight(domains: Domains, domain: str, y: float) -> float:
-    """The weight of a group with success `y` that was noted: larger where the domain is rare and hard."""
+    """The weight of a noted group with success `y`: larger if the domain is rare and hard."""
     counts, sums = domains[domain]["counts"], domains[domain]["sums"]
     used = [(n, total / n) for n, total in zip(counts, sums, strict=True) if n > 0]
     count, mean = counts[_bin(y)], sums[_bin(y)]
@@ -161,7 +161,7 @@ def batch_std(inputs: AdvantageInputs, *, std_eps: NotNegative = 1e-6) -> Tensor
 
 @add(ROWS, "R - length-weighted mean_g", group=True)
 def opo(inputs: AdvantageInputs) -> Tensor:
-    """The baseline of least variance weighs members by length (arXiv 2505.23585)."""
+    """Length-weighted mean of the group as baseline, which minimises the variance (arXiv 2505.23585)."""
     lengths = inputs.lengths.to(inputs.scores)
     baseline = inputs.group_sum(lengths * inputs.scores) / inputs.group_sum(lengths).clamp(min=1)
     return inputs.per_token(inputs.scores - baseline)
@@ -176,7 +176,7 @@ def gpg(
     gpg_divisor: Literal["one", "std"] = "one",
     std_eps: NotNegative = 1e-6,
 ) -> Tensor:
-    """Scaled up for members that carry no signal (arXiv 2504.02546)."""
+    """Scaled up to compensate for members without signal (arXiv 2504.02546)."""
     carries = {"nonconstant": ~inputs.constant, "nonzero_rewards": inputs.rewards != 0}[gpg_alpha]
     alpha = inputs.live.sum().double() / (carries & inputs.live).sum().clamp(min=1)
     signal = standardised(inputs, std_eps) if gpg_divisor == "std" else inputs.centred
@@ -195,7 +195,7 @@ def max_rl(inputs: AdvantageInputs) -> Tensor:
 
 @add(ROWS, "best member: (R_1 - R_2) / (std_g + std_eps); others 0", group=True)
 def grpo_passk(inputs: AdvantageInputs, *, std_eps: NotNegative = 1e-6, divide_by_std: bool = True) -> Tensor:
-    """Only the best member of a group, by its lead over the second (arXiv 2503.19595)."""
+    """Only the best member of a group gets an advantage, its lead over the second best (arXiv 2503.19595)."""
     scores, order = inputs.scores, inputs.scores.new_ones(len(inputs.scores)).cumsum(0)
     leads = scores == inputs.group_max(scores)
     first = order == -inputs.group_max((-order).where(leads, -INFINITY))
@@ -208,7 +208,7 @@ def grpo_passk(inputs: AdvantageInputs, *, std_eps: NotNegative = 1e-6, divide_b
 def cpgd(
     inputs: AdvantageInputs, *, cpgd_weight: Literal["std", "clip_filter", "none"] = "std", std_eps: NotNegative = 1e-6
 ) -> Tensor:
-    """arXiv 2505.12504; `clip_filter` makes up for groups without a signal, at most threefold."""
+    """arXiv 2505.12504; `clip_filter` scales up to compensate for groups without signal, at most threefold."""
     if cpgd_weight == "std":
         return grpo(inputs, std_eps=std_eps)
     if cpgd_weight == "none":
@@ -222,7 +222,7 @@ def cpgd(
 def gdpo(
     inputs: AdvantageInputs, *, std_eps: NotNegative = 1e-6, gdpo_whiten: Literal["seq", "token"] = "seq"
 ) -> Tensor:
-    """Each term of the reward on a separate scale (arXiv 2601.05242); a KL belongs in the loss."""
+    """Each term of the reward is standardised separately (arXiv 2601.05242); a KL belongs in the loss."""
     assert inputs.components is not None and inputs.component_weights is not None
     total = inputs.scores.new_zeros(len(inputs.scores))
     weights = inputs.component_weights.expand_as(inputs.components)
@@ -245,13 +245,13 @@ def drpo(
 ) -> Tensor:
     """Rare and hard domains weigh more (after arXiv 2506.00711).
 
-    `drpo_kl_damp` is a quantile of |A| times the drift from the reference, such as 0.75: a member
-    at it gets half its advantage.
+    `drpo_kl_damp` damps members by |A| times their drift from the reference; it is a quantile of that
+    product, such as 0.75: a member at the quantile gets half its advantage.
     """
     assert inputs.domain_weights is not None
     carries = inputs.live & ~inputs.constant
     counted = carries.to(inputs.scores)
-    once = counted / inputs.group_sum(counted).clamp(min=1)  # each group, whatever its size
+    once = counted / inputs.group_sum(counted).clamp(min=1)  # each group counts once, whatever its size
     typical = (inputs.domain_weights.where(carries, 0.0) * once).sum() / once.sum()
     weights = (inputs.domain_weights / typical).clamp(0.1, 10).where(carries, 1.0)
 
@@ -267,11 +267,11 @@ def drpo(
         assert inputs.drift is not None
         strain = weighted.abs() * inputs.drift
         limit = strain[live].quantile(drpo_kl_damp)
-        if limit > 0:  # at 0 most members do not strain, and the formula would erase the rest
+        if limit > 0:  # at 0 the formula would set the members with a drift to 0
             weighted = weighted * limit / (strain + limit)
     return inputs.per_token(weighted)
 
 
 def _divisor(values: Tensor, eps: float) -> Tensor | float:
-    """Std + eps; 1 for a lone value or equal ones, which eps alone would blow up."""
+    """Std + eps; 1 for one value or equal values, where dividing by eps alone would blow up rounding errors."""
     return values.std() + eps if len(values) > 1 and not is_constant(values.tolist()) else 1.0

@@ -1,9 +1,9 @@
-"""Policy losses, distances, aggregations and corrections beside the usual ones, and which tokens some losses treat
-apart.
+"""Less common policy losses, KL distances, aggregations and corrections, and the selection of tokens that some losses
+treat differently.
 
 The covariance of a token is (A - mean A)(log-prob - mean log-prob), over the whole optimizer step
-(arXiv 2505.22617). Where a choice is needed, the smallest `noise` wins: a hash of who the token is,
-so that neither batching nor order changes it. Axis: T tokens.
+(arXiv 2505.22617). Random choices take the tokens with the smallest `noise`, a hash of the token's identity,
+so that neither batching nor order changes them. Axis: T tokens.
 
     >>> loss, indicators = LOSSES["sapo"].function(new, inputs)
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROWS: dict[str, Entry] = {}
 
-SMALLEST_SEQUENCE_WEIGHT = 1e-8  # vespo
+SMALLEST_SEQUENCE_WEIGHT = 1e-8  # lower bound of W in vespo
 
 
 @add(ROWS, "-A exp(mean over the sequence of new - old, clipped to [-clip_low, clip_high])", own_aggregation="seq_mean")
@@ -57,7 +57,7 @@ def cpgd(
     drift_coef: NotNegative = 1e-3,
     drift_cap: Positive = 2.0,
 ) -> Losses:
-    """The clip on log-ratios, and a pull back to the old policy (arXiv 2505.12504)."""
+    """Clips log-ratios and adds a penalty on the drift from the old policy (arXiv 2505.12504)."""
     gap, advantages = log_ratio(new, inputs.old), inputs.advantages
     low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
     high = math.log1p(clip_high)
@@ -67,7 +67,7 @@ def cpgd(
 
 
 def _drift(new: Tensor, gap: Tensor, cap: float) -> Tensor:
-    """KL(old, new) estimated at the token; the slope has a cap, so the pull stays bounded."""
+    """Estimate of KL(old, new) at each token; its gradient is capped."""
     excess = gap.expm1()
     pull = excess.clamp(max=cap) * new
     return pull - pull.detach() + (excess - gap)
@@ -75,7 +75,7 @@ def _drift(new: Tensor, gap: Tensor, cap: float) -> Tensor:
 
 @add(ROWS, "-A new, times sg[min(r, 1)] on bad samples")
 def topr(new: Tensor, inputs: LossInputs, *, topr_split: Literal["reward", "advantage"] = "reward") -> Losses:
-    """Bad samples weigh at most their ratio, good ones fully (arXiv 2503.14286)."""
+    """Bad samples get the weight min(ratio, 1), good ones 1 (arXiv 2503.14286)."""
     sign = inputs.rewards if topr_split == "reward" else inputs.advantages
     assert sign is not None, "topr by reward needs rewards"
     ratio = log_ratio(new, inputs.old).exp().detach()
@@ -90,16 +90,16 @@ def kimi(
 ) -> Losses:
     """Policy gradient with a squared log-ratio (arXiv 2501.12599; by token: 2405.19107).
 
-    The square of a sequence is spread evenly over its tokens: their sum holds it once.
+    By sequence, the square of the sequence's log-ratio is divided evenly among its tokens.
     """
-    gap = new - inputs.old  # not exponentiated, so it needs no clamp and always pulls back
+    gap = new - inputs.old  # not clamped: it is not exponentiated, and its gradient must not vanish
     of_sequence = kimi_level == "sequence"
     square = inputs.sequence_total(gap) * inputs.sequence_mean(gap) if of_sequence else gap.square()
     return kimi_tau / 2 * square - inputs.advantages * new, {}
 
 
 def _dppo(inside: Callable[..., Tensor]) -> Callable[..., Losses]:
-    """A trust region on probabilities instead of ratios (arXiv 2602.04879)."""
+    """A loss with a trust region on probabilities instead of ratios (arXiv 2602.04879)."""
 
     def loss(
         new: Tensor, inputs: LossInputs, *, clip_low: Width = 0.2, clip_high: Width = 0.2, weight_cap: Positive = 20.0
@@ -114,13 +114,13 @@ def _dppo(inside: Callable[..., Tensor]) -> Callable[..., Losses]:
 
 
 def inside_tv(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Whether the probability has not yet moved too far the way the advantage pushes it."""
+    """Whether the change of the probability in the direction of the advantage is within bounds."""
     change = new.exp() - old.exp()
     return (change <= clip_high).where(advantages > 0, change >= -clip_low)
 
 
 def inside_kl(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """The same by the KL between "this token or another" before and now."""
+    """The same test by the KL between the binary distributions (this token, any other) of old and new."""
     positive = advantages > 0
     rest_old, rest_new = ((-x.clamp(max=0).expm1()).clamp(min=usual.SMALLEST_WEIGHT) for x in (old, new))
     distance = old.exp() * (old - new) + rest_old * (rest_old.log() - rest_new.log())
@@ -141,7 +141,7 @@ def vespo(
     vespo_positive: tuple[float, float] = (2.0, 3.0),
     vespo_negative: tuple[float, float] = (3.0, 2.0),
 ) -> Losses:
-    """Sequence weights W, corrections included, through a gate (k, lambda) that is 1 at W = 1."""
+    """A gate on the sequence weight W, corrections included; (k, lambda) by the sign of A; the gate is 1 at W = 1."""
     gap = log_ratio(new, inputs.old).detach()
     if inputs.weights is not None:
         gap = gap + inputs.weights.clamp(min=usual.SMALLEST_WEIGHT).log()
@@ -163,7 +163,7 @@ def gspo_token(new: Tensor, inputs: LossInputs, *, clip_low: Share = 3e-4, clip_
 # -- distance to the reference ---------------------------------------------------------------------
 
 
-# The gradient of abs points by sign only, so that it is no distance.
+# Not usable as a loss: the gradient of abs has only a sign.
 @add(ROWS, "|u|", name="abs", in_loss=False)
 def absolute(new: Tensor, ref: Tensor) -> Tensor:
     return (new - ref).abs()
@@ -183,7 +183,7 @@ def k3_plus(new: Tensor, ref: Tensor) -> Tensor:
 
 
 def _centred(values: Tensor) -> Tensor:
-    # Sorted, so that the order of tokens changes no bit of the mean and hence no near tie.
+    # Sorted, so that the mean, and with it the ranking of near ties, is bitwise independent of the order of tokens.
     return values - values.sort().values.mean()
 
 
@@ -192,7 +192,7 @@ def covariance(inputs: SelectionInputs) -> Tensor:
 
 
 def _first(inputs: SelectionInputs, ranked: Tensor, fraction: float) -> Tensor:
-    """[T] bool: the leading share of `ranked`, indices of tokens."""
+    """[T] bool: the first `fraction` of all tokens in the order of `ranked` (indices)."""
     chosen = ranked[: share(fraction, len(inputs.new))]
     return inputs.noise.new_zeros(len(inputs.noise)).index_fill(0, chosen, 1).bool()
 
@@ -212,7 +212,7 @@ def some_covariant(
     cov_low: float = 1.0,
     cov_high: float = 5.0,
 ) -> Tensor:
-    """A random share of the step, from those inside the band that the clip leaves a gradient."""
+    """A random share of the step's tokens, from those with a covariance in (cov_low, cov_high) and not clipped."""
     found, excess = covariance(inputs), log_ratio(inputs.new, inputs.old).expm1()
     stopped = usual.beyond(excess, inputs.advantages, -clip_low, clip_high)
     inside = (found > cov_low) & (found < cov_high) & ~stopped["clip_low"] & ~stopped["clip_high"]
@@ -222,7 +222,7 @@ def some_covariant(
 
 @add(ROWS, "-A r, plus |new - old| on the tokens of largest covariance", select=most_covariant)
 def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: NotNegative = 1.0) -> Losses:
-    """Tokens whose log-prob and advantage vary together most are held back (arXiv 2505.22617)."""
+    """A penalty on the drift of the tokens with the largest covariance (arXiv 2505.22617)."""
     assert inputs.selected is not None, "kl_cov needs its selection"
     gap = log_ratio(new, inputs.old)
     penalty = cov_coef * gap.abs().where(inputs.selected, 0.0)
@@ -231,7 +231,7 @@ def kl_cov(new: Tensor, inputs: LossInputs, *, cov_coef: NotNegative = 1.0) -> L
 
 @add(ROWS, "clip loss, 0 on some tokens of large covariance", select=some_covariant)
 def clip_cov(new: Tensor, inputs: LossInputs, *, clip_low: Width = 0.2, clip_high: Width = 0.2) -> Losses:
-    """The clip loss without some of those tokens (arXiv 2505.22617)."""
+    """The clip loss without some tokens of large covariance (arXiv 2505.22617)."""
     assert inputs.selected is not None, "clip_cov needs its selection"
     loss, indicators = usual.clip(new, inputs, clip_low=clip_low, clip_high=clip_high)
     return loss.where(~inputs.selected, 0.0), indicators | {"selected": inputs.selected}
@@ -262,7 +262,7 @@ def _pooled_mean(lengths: Tensor, pool: Tensor) -> Tensor:
     return inverse((tokens > 0).sum() * tokens[index], lengths)
 
 
-# -- corrections: rejection by a statistic of the gap, and one at each update -----------------------
+# -- corrections: rejection by a statistic of delta, and opsm, which is computed at each update ------
 
 
 @add(ROWS, "sequences with low <= exp(mean of delta) <= high")
@@ -299,7 +299,7 @@ def opsm(
     *,
     threshold: Positive,
 ) -> Tensor:
-    """[T] bool: bad sequences that the policy has left behind are dropped."""
+    """[T] bool: False for sequences with negative advantage whose log-probs have dropped since the rollout."""
     scored = rollout.isfinite()
     gap = rollout.where(scored, 0.0) - new.detach().where(scored, 0.0)
     drifted = sequence_mean(gap) > threshold * sequence_mean(scored.to(new.dtype))
@@ -322,7 +322,7 @@ DISTANCES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "k3": (_k3, "exp(delta) - 1 - delta"),
 }
 for _level, _statistic in STATISTICS.items():
-    if _level != "seq_max":  # one extreme says nothing about a band
+    if _level != "seq_max":  # a maximum cannot be compared with a lower bound
         add(ROWS, f"low <= exp(delta by {_level}) <= high", name=f"reject.{_level}.k1")(_reject_ratio(_statistic))
     for _kind, (_distance, _text) in DISTANCES.items():
         _reject = _reject_distance(_statistic, _distance)

@@ -1,1 +1,1 @@
-"""DPO and its kin: rows of pairs, public sets, losses, the recipe."""
+"""DPO and related algorithms: rows of pairs, public sets, losses, the recipe."""

@@ -1,7 +1,7 @@
 """Preference training on pairs of responses, or on responses that are labelled good or bad.
 
-The reference is the model that a run starts from. Its log-prob of a response is one number, so it is
-computed once for all rows and saved beside the runs, or in every step by a model that stays loaded.
+The reference is the model that a run starts from. Only its total log-prob of each response is needed: it is
+computed once for all rows and cached under run.out, or in every step by a reference that stays loaded.
 
     saccade dpo run.yaml data.train=pairs.jsonl dpo.loss=ipo
 """
@@ -55,7 +55,7 @@ def run(config: Any) -> dict[str, Any]:
         mismatched = {} if options.whole else mismatched_pairs(every)
         totals: Totals | None = None
         kind, rows = config.dpo.reference if options.needs_reference else None, [*every, *mismatched.values()]
-        if kind == "precompute" and config.run.gpus == 1:  # before the policy takes the memory
+        if kind == "precompute" and config.run.gpus == 1:  # before the policy is loaded, to save memory
             load = lambda: LocalBackend(model_setup.load_policy(config, family), family)  # noqa: E731
             totals = precomputed(this, config, family, rows, load)
         job = offline_loop.set_up(this, family, data, rows=held, questions=asked)
@@ -74,7 +74,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def prepare(samples: Sequence[Sample]) -> tuple[list[Batch], PreferenceLoss]:
             batches, z = batches_of(samples), 0.0
-            if not options.whole:  # how much likelier than before responses to other questions have become
+            if not options.whole:  # z: mean log-ratio of responses paired with other questions
                 others = batches_of([mismatched[sample.id] for sample in samples])
                 gaps = np.concatenate(scored(job.backend, others)) - np.concatenate([b.ref_totals for b in others])
                 z = max(0.0, float(gaps.mean()))
@@ -96,7 +96,7 @@ def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Preferen
 
 
 def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """What a comparison reports, under a prefix; without pairs the margin is that of the means."""
+    """The objective's metrics under a prefix; without pairs, the margin is the difference of the mean rewards."""
     values = {n.removeprefix("dpo/"): value for n, value in found.items() if n.startswith("dpo/")}
     values["loss"] = found.get("policy/loss", float("nan"))
     if "margin" not in values and {"reward_chosen", "reward_rejected"} <= values.keys():
@@ -105,7 +105,7 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def _require_both_labels(config: Config, samples: Sequence[Sample]) -> None:
-    """KTO only: both labels must occur. Pairs have no label."""
+    """For KTO: refuse rows of one label only. Pairs have no label and pass."""
     found = {sample.desirable for sample in samples}
     if len(found) == 1 and None not in found:
         label = int(found == {True})
@@ -114,7 +114,7 @@ def _require_both_labels(config: Config, samples: Sequence[Sample]) -> None:
 
 
 def _validation_sets(config: Config, family: Family, options: PreferenceLoss) -> tuple[Sets, Sets]:
-    """Sets whose candidates are compared, and sets of questions that are answered."""
+    """Returns (sets with candidates to compare, sets of questions that the model answers)."""
     sets = questions.validation_sets(config, family) if config.val.every else {}
     held: Sets = {}
     for (name, dataset), source in zip(sets.items(), config.data.val, strict=False):
@@ -132,7 +132,7 @@ def _validation_sets(config: Config, family: Family, options: PreferenceLoss) ->
 
 
 def scored(model: Reference | Trainer, batches: Sequence[Batch]) -> list[np.ndarray]:
-    """Log-probs of whole responses."""
+    """Total log-prob of each response, [sequences] per batch."""
     found = model.logprobs(batches, MODEL_SCORING)
     return [
         np.bincount(batch.sequence, weights=new.astype(np.float64), minlength=len(batch.keys))
@@ -143,15 +143,15 @@ def scored(model: Reference | Trainer, batches: Sequence[Batch]) -> list[np.ndar
 def precomputed(
     run: Run, config: Config, family: Family, samples: Iterable[Sample], load: Callable[[], Trainer]
 ) -> Totals:
-    """Every sample is scored once and for all; the reference is loaded only if one is missing."""
+    """Score every sample with the reference, through a cache file; the reference is loaded only if rows are missing."""
     path = Path(config.run.out) / ".cache" / f"reference-{_reference_id(config, family)}.json"
     scores: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
-    # A row with a damaged image is skipped when its turn comes.
+    # A row with a damaged image is not scored; training skips it.
     missing = {k: s for s in samples if (k := content_hash(s)) not in scores and not decode_error(s)}
     if missing:
         reference, keys = load(), list(missing)
         with run.phase("logp_ref"):
-            # In blocks, each written before the next: a run that is killed here goes on where it was.
+            # The file is written after each block, so an interrupted run continues from there.
             for start in range(0, len(keys), BLOCK):
                 block = keys[start : start + BLOCK]
                 groups = [compared(missing[key], family) for key in block]
@@ -164,8 +164,8 @@ def precomputed(
                 run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
         reference.close()
         del reference
-        gc.collect()  # a backend and its inputs know each other
-        torch.cuda.empty_cache()  # others may need the room
+        gc.collect()  # a backend and its inputs form a reference cycle
+        torch.cuda.empty_cache()  # return the memory to the device, for other processes
 
     def totals(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:
         found = {
@@ -179,14 +179,14 @@ def precomputed(
 
 
 def _reference_id(config: Config, family: Family) -> str:
-    """What a total depends on beside the row: weights, how they compute, how rows are rendered."""
+    """Cache key: what the log-probs depend on besides the row, so weights, dtype, quantisation and rendering."""
     dtype = pick_dtype(config.model.dtype, model_setup.device_of(config))
     what = [stamp(Path(family.path)), str(dtype), config.model.train == "qlora", renderer(family)]
     return hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()
 
 
 def mismatched_pairs(samples: Sequence[Sample]) -> dict[str, Sample]:
-    """By id: the question of each sample with the response to the next other question."""
+    """By sample id: its question paired with the response to the next different question (for kto's z)."""
     found = {}
     for index, sample in enumerate(samples):
         others = (samples[(index + step) % len(samples)] for step in range(1, len(samples)))

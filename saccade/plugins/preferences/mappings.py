@@ -1,9 +1,8 @@
-"""Public preference sets, each with its layout: a function per set reads prompt, candidates and labels.
+"""Mappings of public preference sets: one function per set reads prompt, candidates and labels of a row.
 
-A function returns a `Pair`, a list of `Rated` candidates that are compared within their group, or
-None for a row to leave out. The result has the format `sides`. Which candidate of a pair becomes
-`a` is drawn for each row: in a set that always names the better one first, the position would give
-the label away.
+A function returns a `Pair`, a `Rated` or a list of them (candidates that are compared within their group), or
+None to leave the row out. The resulting rows have the format `sides`. Which candidate becomes `a` is random
+per row: in a set that always has the better one first, the position would give the label away.
 
     >>> row = {"prompt": "a cat", "path1": "good.png", "path2": "bad.png", "confidence": 1}
     >>> [found["extra"]["labels"] for _, found in mapped("hpdv3", [(1, row)])]
@@ -29,27 +28,27 @@ from saccade.plugins.preferences.preference_rows import OTHER
 from saccade.registry import Table
 from saccade.user_code import raised_at, user_symbol
 
-MAIN = "preference"  # the head that every row labels
+MAIN = "preference"  # the head that every row must label
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """Two candidates and the better one for each head: A, B, C for a tie, None for unknown."""
 
-    kind: str  # of the candidates: text or a kind of media, such as image
+    kind: str  # of the candidates: "text" or a kind of media, such as "image"
     prompt: Any
     a: Any
     b: Any
     labels: Mapping[str, str | None]
-    image: Any = None  # that the prompt shows
-    criteria: Any = None  # shown below the prompt
-    critique: Any = None  # what somebody wrote about the two; a row with it keeps its order
+    image: Any = None  # an image of the prompt
+    criteria: Any = None  # appended to the prompt
+    critique: Any = None  # a text that compares the two by position; the sides are then never swapped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rated:
-    """One candidate with a rating for each head, higher is better. It makes a pair with every
-    candidate of its group that is not tied with it.
+    """One candidate with a rating per head, higher is better. It is paired with every candidate of its group whose
+    rating for the head `preference` differs.
     """
 
     kind: str
@@ -57,16 +56,14 @@ class Rated:
     media: Any
     group: Any
     ratings: Mapping[str, Any]
-    name: Any = None  # such as the model that made it
+    name: Any = None  # for the ids of pairs, such as the model that generated the candidate
 
 
 MAPPINGS: Table[Callable[..., Any]] = Table("mappings", {})
 
 
 def load_mapping(name: str) -> Callable[..., Any]:
-    """A function of a row, or of a row and its folder: a shipped mapping by its name, or
-    file.py:function of the user.
-    """
+    """Returns the mapping function of (row) or (row, folder): ours by name, or the user's as file.py:function."""
     if name in MAPPINGS:
         return MAPPINGS[name]
     if not name.rpartition(":")[0].endswith(".py"):
@@ -78,7 +75,7 @@ def load_mapping(name: str) -> Callable[..., Any]:
 def mapped(
     name: str, rows: Iterable[tuple[int, Row]], *, folder: Path | None = None, seed: int = 0
 ) -> Iterator[tuple[int, Row | None]]:
-    """Numbered rows of the format `sides`; None stands for a row that the mapping leaves out."""
+    """Map numbered rows to numbered rows of the format `sides`; None for a row that the mapping leaves out."""
     function, groups = load_mapping(name), dict[str, list[tuple[int, Rated, Mapping[str, Any]]]]()
     file = None if name in MAPPINGS else name.rpartition(":")[0]
     arguments = [folder or Path()] if len(inspect.signature(function).parameters) > 1 else []
@@ -118,7 +115,7 @@ def mapped(
 
 
 def _named(row: Mapping[str, Any], other: Mapping[str, Any], first: Rated, second: Rated) -> Mapping[str, Any]:
-    """The row of the first candidate, with an id for the pair."""
+    """The row of the first candidate, with the names of both and an id for the pair."""
     names, id = [one.name for one in (first, second) if one.name is not None], row.get("id")
     rest = "-".join(map(str, names)) if names else other.get("id")
     models = {"models": names} if names else {}
@@ -138,7 +135,7 @@ def _compared(name: str, pair: Pair, row: Mapping[str, Any], seed: int) -> Row:
         shown, labels = shown[::-1], {head: OTHER.get(side, side) for head, side in labels.items()}
         if isinstance(models := extra.get("models"), list):
             extra["models"] = models[::-1]
-    # The mapping places the media, so marks of them in the prompt go.
+    # The mapping decides where media go, so placeholders in the prompt are removed.
     text = PLACEHOLDER.sub("", str(pair.prompt)).strip()
     text = f"{text}\n{pair.criteria}" if pair.criteria else text
     image = [] if pair.image is None else [{"type": "image", "image": pair.image}]
@@ -155,7 +152,7 @@ def _compared(name: str, pair: Pair, row: Mapping[str, Any], seed: int) -> Row:
 
 
 def better(first: Any, second: Any) -> str | None:
-    """The side of the higher value, C for a tie; None where one is missing."""
+    """The side of the higher value, C for a tie; None if a value is missing."""
     a, b = number_of(first), number_of(second)
     if a is None or b is None:
         return None
@@ -163,7 +160,7 @@ def better(first: Any, second: Any) -> str | None:
 
 
 def number_of(value: Any) -> float | None:
-    """The number that a value stands for: a list counts as its mean, a CSV cell is a text."""
+    """Converts a value to a number: the mean of a list, a parsed string (CSV cells); None if it is not a number."""
     if isinstance(value, list | tuple):
         numbers = [number for item in value if (number := number_of(item)) is not None]
         return sum(numbers) / len(numbers) if numbers and len(numbers) == len(value) else None
@@ -174,7 +171,7 @@ def number_of(value: Any) -> float | None:
 
 
 def _raw(value: Any) -> bool:
-    """Whether a column holds encoded media, which the record keeps once."""
+    """Whether a column holds encoded media, which are not copied into `extra`."""
     if isinstance(value, Mapping):
         return any(map(_raw, value.values()))
     return isinstance(value, bytes) or (isinstance(value, list) and any(map(_raw, value)))
@@ -188,7 +185,7 @@ Record = Mapping[str, Any]
 
 
 def _pair(kind: str, row: Record, a: str, b: str, labels: Mapping[str, str | None]) -> Pair:
-    """The pair in a row with a column `prompt`, and one for each candidate."""
+    """The pair of a row with a column `prompt` and the columns `a` and `b` for the candidates."""
     return Pair(kind=kind, prompt=row.get("prompt"), a=row.get(a), b=row.get(b), labels=labels)
 
 
@@ -200,7 +197,7 @@ def hpdv3(row: Record) -> Pair | None:
 
 
 def hpdv3_test(row: Record) -> Pair:
-    """Of the test set all rows count."""
+    """The first image is the better one; the test set is used whole."""
     return _pair("image", row, "path1", "path2", {MAIN: "A"})
 
 
@@ -225,7 +222,7 @@ def imagerewarddb(row: Record) -> Rated:
 
 
 def imagegen_cot(row: Record) -> Pair:
-    """The answer alone is the label: a thought may say the same words of the other image."""
+    """The label is read from <answer> only: the reasoning may say the same words about the other image."""
     turns = [turn.get("value") for turn in row.get("conversations") or [{}]]
     verdicts = ("Image 1 is better", "Image 2 is better", "Both images are equally good")
     sides = [s for s, v in zip("ABC", verdicts, strict=True) if f"<answer>{v}" in str(turns[-1])]
@@ -236,7 +233,7 @@ def imagegen_cot(row: Record) -> Pair:
 
 
 def rapidata_t2v(row: Record) -> Pair:
-    """Three heads, each won by the higher share of votes."""
+    """Three heads; for each, the side with the higher share of votes is better."""
     columns = {head: f"weighted_results%d_{head.capitalize()}" for head in (MAIN, "coherence", "alignment")}
     labels = {head: better(row.get(column % 1), row.get(column % 2)) for head, column in columns.items()}
     return _pair("video", row, "file_name1", "file_name2", labels)
@@ -249,7 +246,7 @@ def rapidata_i2v(row: Record) -> Pair:
 
 
 def _omnireward(kind: str, column: str) -> Callable[[Record], Pair]:
-    """Everything but a preference for one of the two is a tie."""
+    """A mapping: every value other than response1, response2 and None is a tie."""
 
     def read(row: Record) -> Pair:
         side = {"response1": "A", "response2": "B", "None": None}
@@ -265,7 +262,7 @@ omnireward_t2a = _omnireward("audio", "_path")
 
 
 def _rated(kind: str, prompt: Any, group: Any, ratings: Any, media: Callable[[str], Any]) -> list[Rated]:
-    """Answers of several models, as far as they are rated; `media` says where that of a model is."""
+    """The rated candidates of several models; `media` returns the path of a model's candidate."""
     return [
         Rated(kind=kind, prompt=prompt, media=media(n), group=group, ratings={MAIN: v}, name=n)
         for n, v in (ratings or {}).items()
@@ -274,19 +271,19 @@ def _rated(kind: str, prompt: Any, group: Any, ratings: Any, media: Callable[[st
 
 
 def genai_bench(row: Record) -> list[Rated]:
-    """A row holds the images of several models, each in the column of its name."""
+    """A row holds the images of several models, each in a column with the model's name."""
     return _rated("image", row.get("Prompt"), row.get("Prompt"), row.get("HumanRatings"), row.get)
 
 
 def genai_bench_video(row: Record) -> list[Rated]:
-    """A row holds ratings of several models, whose videos are MODEL/ID.mp4."""
+    """A row holds ratings of several models; their videos are MODEL/ID.mp4."""
     id = row.get("id")
     media = lambda name: None if id is None else f"{name}/{id}.mp4"  # noqa: E731
     return _rated("video", row.get("prompt"), id, row.get("models"), media)
 
 
 def videodpo(row: Record, folder: Path) -> Pair:
-    """The first clip is the better one; metadata.json beside the rows says where clips are."""
+    """The first clip is the better one; metadata.json in the folder of the rows has the paths of clips."""
     path = folder / "metadata.json"
     if not path.is_file():
         raise DataError(f"mapping videodpo: {path} does not exist; it holds clips")
@@ -301,7 +298,7 @@ def _table(path: Path, changed: int) -> Any:
 
 
 def videogen_rewardbench(row: Record) -> Pair | None:
-    """Four heads that name the better side; rows without an overall verdict are left out."""
+    """Four heads, each with the better side; rows without an overall label are left out."""
     if row.get("Overall") in (None, ""):
         return None
     heads = {MAIN: "Overall", "visual_quality": "VQ", "motion_quality": "MQ", "alignment": "TA"}

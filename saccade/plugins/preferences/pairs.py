@@ -1,4 +1,4 @@
-"""Rows with candidates, worded, measured and rendered to be compared.
+"""Loads rows with candidates and packs them so that both candidates of a pair share one forest.
 
 load_pairs(config, config.data.train, family, paired=True).samples
 """
@@ -18,16 +18,15 @@ from saccade.plugins.reward_models.reward_card import judged, shows_media
 from saccade.recipes import questions
 from saccade.types import Group, Message, Sample
 
-Judge = Callable[[Sample], object]  # raises what stands against a row
+Judge = Callable[[Sample], object]  # raises RowError for a row that it cannot use
 
 
 def load_pairs(
     config: Config, sources: Sequence[DataSource], family: Family, *, paired: bool, judge: Judge | None = None
 ) -> datasets.Dataset:
-    """Candidates of questions that are worded as in RL. Ties are left out: they prefer nothing.
+    """Load rows with candidates, their questions worded as in RL, the better candidate first, without ties.
 
-    `judge`: a model that scores reads them, refusing what it cannot use. It looks at media in a
-    reply, too, and may want ties.
+    With `judge` the rows are for a reward model: it checks each row, replies may contain media, and ties stay.
     """
     ask = questions.wording(config)
 
@@ -69,13 +68,13 @@ def is_tie(sample: Sample) -> bool:
 
 
 def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
-    """Rows to compare, under ids that no training row has."""
+    """The rows of a validation set, under ids that no training row has; refuses an empty set."""
     found = questions.require_rows(found, f"data.val: {path}")
     return questions.map_samples(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))
 
 
 def compared(sample: Sample, family: Family) -> Group:
-    """The candidates of a sample, which share its prompt; their repeat is the side they are on."""
+    """The candidates of a sample as a group that shares its prompt; `repeat` is CHOSEN or REJECTED."""
     sides = [CHOSEN, REJECTED]
     if sample.desirable is not None:
         sides = [CHOSEN if sample.desirable else REJECTED]
@@ -89,5 +88,5 @@ def compared(sample: Sample, family: Family) -> Group:
 def packed(
     groups: Sequence[Group], family: Family, micro_tokens: int, *, ends: bool = False, parts: int = 1
 ) -> list[Batch]:
-    """Both sides of a pair in one forest."""
+    """Pack groups, with both sides of a pair in the same batch."""
     return pack(groups, micro_tokens=micro_tokens, ends=ends, whole=True, parts=parts)

@@ -1,16 +1,15 @@
-"""Losses on preferences: one per pair or, for kto, per labelled response; to be minimised.
+"""Preference losses: one value per pair or, for kto, per labelled response; to be minimised.
 
 A formula is `f(inputs, *, options) -> (losses [P], {metric: values})`; only the log-probs of the
 policy have a gradient, metrics have none. In the formulas a log-ratio is the log-prob of a response
-minus that of the reference; h = log-ratio of chosen - log-ratio of rejected; h_mean is the same with
-each log-ratio divided by its number of tokens.
+under the policy minus that under the reference; h = log-ratio of chosen - log-ratio of rejected; h_mean
+is the same with each log-ratio divided by the number of tokens of its response.
 
     loss = sum(losses of pairs) / pairs + nll_coef sum(-log-probs of chosen) / tokens of chosen
 
-`PreferenceLoss` holds the denominators of the whole optimizer step, so micro-losses simply add up. A
-pair is a group of two sequences, chosen (repeat 0) before rejected (repeat 1); where responses are
-judged on their own, repeat 0 is a good one and repeat 1 a bad one. Axes: R reads, P pairs, S
-sequences.
+`PreferenceLoss` holds the denominators of the whole optimizer step, so the losses of micro-batches add up.
+A pair is a group of two sequences, chosen (repeat 0) before rejected (repeat 1); for unpaired losses, repeat
+0 is a good response and repeat 1 a bad one. Axes: R reads (positions that are read), P pairs, S sequences.
 
     >>> losses, metrics = PREFERENCES["dpo"].function(pairs, beta=0.1)
     >>> metrics["accuracy"]   # [P] bool; also margin, reward_chosen, reward_rejected: as the loss sees them
@@ -55,19 +54,18 @@ class Pairs:
         return self.policy[0] - self.reference[0], self.policy[1] - self.reference[1]
 
     def means(self, sides: Sides) -> Sides:
-        """Per token."""
+        """Both sides divided by their numbers of tokens."""
         return sides[0] / self.lengths[0], sides[1] / self.lengths[1]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Labelled:
-    """Responses that were called good or bad separately; log-probs as in `Pairs`."""
+    """Responses with a label of their own, good or bad; log-probs as in `Pairs`."""
 
     logprobs: Tensor  # [S]
     ref: Tensor  # [S]
     desirable: Tensor  # [S] bool
-    # Where a log-ratio counts as neutral: max(0, mean log-ratio of responses under the prompts of
-    # others), over the whole step.
+    # The neutral log-ratio: max(0, mean log-ratio of mismatched pairs of prompt and response) over the step.
     z: Tensor  # [] 0-d
 
 
@@ -79,7 +77,7 @@ def dpo(pairs: Pairs, *, beta: float = 0.1) -> Losses:
 
 @add(PREFERENCES, "-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), e = label_smoothing")
 def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -> Losses:
-    """A share of the labels is taken to be wrong (Mitchell 2023, a note on noisy preferences)."""
+    """Assumes that a share `label_smoothing` of the labels is wrong (Mitchell 2023, a note on noisy preferences)."""
     margin, metrics = _compared(pairs.ratios(), beta)
     right, wrong = negative_log_sigmoid(margin), negative_log_sigmoid(-margin)
     return (1 - label_smoothing) * right + label_smoothing * wrong, metrics
@@ -87,7 +85,7 @@ def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -
 
 @add(PREFERENCES, "(-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e), e = label_smoothing")
 def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1) -> Losses:
-    """In expectation dpo on clean labels, if that share is flipped (arXiv 2403.00409)."""
+    """If a share `label_smoothing` of labels is flipped, its mean is dpo's loss on clean labels (arXiv 2403.00409)."""
     margin, metrics = _compared(pairs.ratios(), beta)
     right, wrong = negative_log_sigmoid(margin), negative_log_sigmoid(-margin)
     clean = (1 - label_smoothing) * right - label_smoothing * wrong
@@ -96,13 +94,13 @@ def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: Smoothing = 0.1)
 
 @add(PREFERENCES, "(h_mean - 1 / (2 beta))^2")
 def ipo(pairs: Pairs, *, beta: float = 0.1) -> Losses:
-    """A margin to reach instead of one to grow (arXiv 2310.12036), per token."""
+    """Regresses the margin per token onto a target instead of growing it without bound (arXiv 2310.12036)."""
     return _squared(pairs.means(pairs.ratios()), beta)
 
 
 @add(PREFERENCES, "(h - 1 / (2 beta))^2")
 def ipo_sum(pairs: Pairs, *, beta: float = 0.1) -> Losses:
-    """The same on whole responses: long ones reach the margin sooner."""
+    """ipo on summed log-probs: long responses reach the target margin sooner."""
     return _squared(pairs.ratios(), beta)
 
 
@@ -125,7 +123,7 @@ def hinge(pairs: Pairs, *, beta: float = 0.1) -> Losses:
 
 @add(PREFERENCES, "-log sigmoid(beta h_mean - gamma), h_mean of log-probs without a reference")
 def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: NotNegative = 1.0) -> Losses:
-    """Log-probs per token, ahead by a margin (arXiv 2405.14734)."""
+    """Log-probs per token must differ by a margin gamma (arXiv 2405.14734)."""
     margin, metrics = _compared(pairs.means(pairs.policy), beta)
     return negative_log_sigmoid(margin - gamma), metrics
 
@@ -137,9 +135,9 @@ def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: NotNegative = 1.0) -> Losse
 def kto(
     labelled: Labelled, *, beta: float = 0.1, desirable_weight: NotNegative = 1.0, undesirable_weight: NotNegative = 1.0
 ) -> Losses:
-    """Good or bad on its own, against a neutral log-ratio z (arXiv 2402.01306).
+    """Responses labelled good or bad, compared with a neutral log-ratio z (arXiv 2402.01306).
 
-    Metrics are of the good (chosen) and of the bad (rejected) responses, so they differ in length.
+    Metrics: the rewards of good (chosen) and bad (rejected) responses, whose numbers differ.
     """
     good, ratio = labelled.desirable, labelled.logprobs - labelled.ref
     gain = beta * (ratio - labelled.z.detach())
@@ -163,7 +161,7 @@ def _squared(sides: Sides, beta: float) -> Losses:
 
 
 def _compared(sides: Sides, beta: float) -> Losses:
-    """The margin between the rewards [P], and what is reported."""
+    """Returns (margins between the rewards [P], metrics)."""
     chosen, rejected = (beta * side for side in sides)
     margin = chosen - rejected
     metrics = {"reward_chosen": chosen, "reward_rejected": rejected, "margin": margin, "accuracy": margin > 0}
@@ -175,7 +173,7 @@ UNPAIRED = frozenset({"kto"})  # reads `Labelled` in place of `Pairs`
 
 
 def check(config: Config) -> Iterator[str]:
-    """What a config alone can say against preference training."""
+    """Problems of a config for preference training that show without data or weights."""
     dpo = config.dpo
     read = PREFERENCES[dpo.loss].options.keys() - {"beta"}
     for name in sorted(dpo.args.keys() - read):
@@ -194,19 +192,19 @@ def check(config: Config) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLoss:
-    """Responses that are compared, with the counts of their optimizer step."""
+    """A preference loss with its options and the denominators of one optimizer step."""
 
     loss: str
     options: Mapping[str, Any]
     nll_coef: float = 0.0
     count: int = 0  # pairs or, for an unpaired loss, responses
     chosen_tokens: int = 0
-    z: float = 0.0  # of kto
+    z: float = 0.0  # the neutral log-ratio of kto
     role: ClassVar[str] = "policy"
 
     @property
     def whole(self) -> bool:
-        """Whether it compares pairs."""
+        """Whether the loss compares pairs, so that groups must not be split over batches."""
         return self.loss not in UNPAIRED
 
     @property
@@ -228,7 +226,7 @@ def from_config(config: DpoConfig) -> PreferenceLoss:
 
 
 def of_step(row: PreferenceLoss, batches: Sequence[Batch], *, z: float = 0.0) -> PreferenceLoss:
-    """With the counts of all batches of an optimizer step."""
+    """The loss with the denominators of all batches of an optimizer step."""
     tokens = sum(int(batch.lengths[_is_chosen(batch)].sum()) for batch in batches)
     responses = sum(len(batch.keys) for batch in batches)
     return replace(row, count=responses // 2 if row.whole else responses, chosen_tokens=tokens, z=z)
@@ -241,8 +239,8 @@ def _is_chosen(batch: Batch) -> np.ndarray:
 def objective(
     row: PreferenceLoss, new: Tensor, sequence: Tensor, chosen: Tensor, lengths: Tensor, ref: Tensor | None
 ) -> tuple[Tensor, LossSums]:
-    """The loss for log-probs `new` [R] of `sequence` [R]. For each sequence [S]: whether it is `chosen`, how many
-    tokens it has (`lengths`), its total under the reference (`ref`).
+    """Returns (loss, sums for the metrics) from the log-probs `new` [R]; `sequence` [R] is the sequence of each. Per
+    sequence [S]: whether it is `chosen`, its number of tokens (`lengths`), its log-prob under the reference (`ref`).
     """
     # In float64: a log-ratio is the small difference of two sums over many tokens.
     totals = new.new_zeros(len(chosen), dtype=torch.float64).index_add(0, sequence, new.double())

@@ -1,7 +1,7 @@
-"""Rows with candidates: how columns are read, and what recipes make of a row that prefers one of two.
+"""Rows with candidates: how columns are read, and how recipes view a row that prefers one of two candidates.
 
-A candidate is a reply, or the whole conversation that ends in it; what whole conversations have in
-common is the prompt. Knows nothing of files or pixels.
+A candidate is a reply, or a whole conversation that ends in one; the common beginning of whole conversations
+is the prompt. Reads no files and no pixels.
 
     >>> read_candidates("How many?", ["three", "a dog"])[1][0]
     [('assistant', ['three'])]
@@ -21,9 +21,9 @@ from saccade.data.chats import RowError, Turns, read_chat, read_reply
 from saccade.data.formats import Format
 from saccade.types import Media, Message, Sample
 
-# One text for a whole conversation, as the helpful-harmless sets write it.
+# Speakers in a whole conversation that is one string, as in Anthropic's helpful-harmless sets.
 SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
-OTHER = {"A": "B", "B": "A", "C": "C"}  # what a label says once the sides are swapped
+OTHER = {"A": "B", "B": "A", "C": "C"}  # label → label after swapping the sides
 LABELS = {"1": True, "true": True, "0": False, "false": False}
 ASKED = "Two {medium}s answer the same request. Compare them and say which one fits it better.\n\n"
 ENDING = "\n\nThe answer is one of: {said}."
@@ -33,7 +33,7 @@ ENDING = "\n\nThe answer is one of: {said}."
 
 
 def read_candidates(prompt: Any, replies: Sequence[Any]) -> tuple[Turns, list[Turns]]:
-    """The question, and how each candidate continues from it."""
+    """Returns (the turns of the question, per candidate the turns that continue it)."""
     asked = [] if prompt is None else read_chat(prompt)
     sides = [_spoken(reply) if prompt is None else read_reply(reply) for reply in replies]
     repeats = [side[0][0] != "assistant" for side in sides]
@@ -56,7 +56,7 @@ def read_candidates(prompt: Any, replies: Sequence[Any]) -> tuple[Turns, list[Tu
 
 
 def _spoken(reply: Any) -> Turns:
-    """A text without a prompt beside it names its speakers."""
+    """The turns of a candidate without a prompt; a string may hold `Human:` and `Assistant:` turns."""
     if not isinstance(reply, str) or not SPEAKER.match(reply):
         return read_reply(reply)
     _, *pieces = SPEAKER.split(reply)
@@ -65,7 +65,7 @@ def _spoken(reply: Any) -> Turns:
 
 
 def _shared(sides: Sequence[Turns]) -> Turns:
-    """The longest common beginning after which every side goes on with a reply."""
+    """The longest common prefix of turns after which every side continues with a reply."""
     for length in range(min(map(len, sides)) - 1, 0, -1):
         if all(side[:length] == sides[0][:length] and side[length][0] == "assistant" for side in sides):
             return list(sides[0][:length])
@@ -122,14 +122,14 @@ STEPS = Format(  # `label`, one entry per step, stays in `extra`
 
 
 def label_of(sample: Sample, head: str = "preference") -> str | None:
-    """The better candidate, A or B, or C for a tie. Rows without labels have it first."""
+    """The better candidate by `head`: A or B, C for a tie, None for no label. Without labels, A or a marked tie."""
     if "labels" not in sample.extra:
         return "C" if sample.extra.get("tie") else "A"
     return sample.extra["labels"].get(head)
 
 
 def chosen_first(sample: Sample) -> Sample:
-    """With the better candidate first; ties as they are."""
+    """The sample with the better candidate first; a tie is unchanged."""
     return _swapped(sample, sample.extra["labels"]) if label_of(sample) == "B" else sample
 
 
@@ -142,7 +142,7 @@ def _swapped(sample: Sample, labels: Mapping[str, str]) -> Sample:
 
 
 def chosen_view(sample: Sample) -> Sample:
-    """A conversation that ends in the better candidate; one without candidates stays as it is."""
+    """The conversation with the better candidate appended; a sample without candidates is unchanged."""
     for candidate in chosen_first(sample).candidates[:1]:
         if any(message.media for message in candidate):
             raise RowError("candidates are media; data.pair_view=verdict teaches to judge them")
@@ -151,11 +151,11 @@ def chosen_view(sample: Sample) -> Sample:
 
 
 def verdict_view(sample: Sample, *, seed: int) -> Sample:
-    """The sample as a question about its two candidates, for a judge to learn and to answer. The
-    answer is the label of the head `preference`. The last assistant turn shows what to say: the
-    critique of the row, or the bare verdict; where a model is asked it is left out.
+    """The sample as a question to a judge: which of the two candidates is better? The answer is the label of the head
+    `preference`. The last assistant turn is the target for sft: the critique of the row, or the bare verdict; callers
+    that ask a model leave it out.
     """
-    from saccade.plugins.verifiers.short_answers import VERDICTS  # of many files, which most rows do not need
+    from saccade.plugins.verifiers.short_answers import VERDICTS  # imports many files; most rows need none
 
     if len(sample.candidates) != 2:
         return sample
@@ -168,7 +168,7 @@ def verdict_view(sample: Sample, *, seed: int) -> Sample:
     medium = kinds.pop() if len(kinds) == 1 and kinds <= VERDICTS.keys() else "response"
     critique = sample.extra.get("critique")
     *earlier, question = sample.messages
-    # A row with a critique holds the instruction that the critic was given.
+    # The prompt of a row with a critique already has the critic's instruction.
     parts = ["" if critique else ASKED.format(medium=medium), *question.parts]
     for number, side in enumerate(sides, start=1):
         parts += [f"\n\n{medium.capitalize()} {number}:\n", *side]
@@ -179,8 +179,8 @@ def verdict_view(sample: Sample, *, seed: int) -> Sample:
 
 
 def _drawn(sample: Sample, seed: int) -> Sample:
-    """A set that always names the better one first would tell the label by the place. Rows of a
-    mapping have their sides, and a critique names them as they were given.
+    """Swap the candidates at random, so that the position does not give the label away. Rows of a mapping are already
+    swapped; a critique refers to the sides as given, so its row keeps them.
     """
     if "sides" in sample.extra or sample.extra.get("critique"):
         return sample
@@ -193,7 +193,7 @@ def _drawn(sample: Sample, seed: int) -> Sample:
 
 
 def _joined(parts: Sequence[str | Media]) -> tuple[str | Media, ...]:
-    """Neighbouring texts as one."""
+    """The parts with neighbouring strings joined."""
     found: list[Any] = []
     for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
         pieces: list[Any] = list(run)

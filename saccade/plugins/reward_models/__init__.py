@@ -1,1 +1,1 @@
-"""Models that score: heads, losses, training, use as a reward."""
+"""Reward models: heads, losses, training, and use as a reward term."""

@@ -1,7 +1,7 @@
-"""A trained reward model that scores responses, in its template and on forests.
+"""A trained reward model that scores responses, rendered in its own chat template and packed as token forests.
 
-Samples of one question share it as a trunk. On a GPU the weights can wait in main memory between
-scorings; they do not change, so nothing is copied back. A reward service hosts the same model.
+Samples of one question share its prompt as a trunk. With `offload` the weights stay in host memory between
+calls; they never change, so nothing is copied back. A reward service hosts the same class.
 
     model = LearnedReward.load("runs/rm/checkpoints/step-100", device=device, dtype=dtype)
     model.score([RewardSample(id="a", response="7", messages=[...], media=[...])])
@@ -36,7 +36,7 @@ from saccade.types import Group, Media, Message, Sample, Trajectory
 
 
 class LearnedReward:
-    fatal: tuple[type[Exception], ...] = ()  # errors of `read` that end the run; others are those of a sample
+    fatal: tuple[type[Exception], ...] = ()  # errors of `read` that end the run; others only cost these scores
 
     def __init__(
         self, backend: LocalBackend, card: RewardCard, *, micro_tokens: int = 16_384, offload: bool = False
@@ -61,8 +61,8 @@ class LearnedReward:
         backend: type[LocalBackend] = LocalBackend,
         **options: Any,
     ) -> LearnedReward:
-        """`untrained`: a folder without a head gets a random one, to try a config out. `by_rows`: how it is read where
-        processes hold a part each, for a `backend` that does.
+        """`untrained`: a folder without a head gets a random one, to try out a config. `by_rows`: how to shard the
+        weights over processes while loading, for a `backend` that trains or scores sharded models.
         """
         card, family = describe_folder(folder, trust_remote_code, untrained=untrained)
         model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code, by_rows=by_rows)
@@ -70,7 +70,7 @@ class LearnedReward:
             trained = (Path(folder) / REWARD_FILE).is_file()
             head = RewardHead(like=model, card=card, seed=0, stored=Path(folder) if trained else None)
             attach_reward(model, head)
-            head.above = []  # nobody saves it
+            head.above = []  # free the layers after the probed one: this model is never saved
         return LearnedReward(backend(model, family), card, **options)
 
     def check(self, *, head: str | None = None, normalise: bool = False, steps: str | None = None) -> None:
@@ -92,11 +92,11 @@ class LearnedReward:
                 raise ConfigError(f"reward.terms: {self.family.path}: {error}") from None
 
     def score(self, samples: Sequence[RewardSample], **options: Any) -> list[float]:
-        """One number for each sample, NaN where there is none; options are those of `value`."""
+        """One number per sample, NaN if it could not be scored; options are those of `value`."""
         return [math.nan if isinstance(found, str) else self.value(found, **options) for found in self.read(samples)]
 
     def read(self, samples: Sequence[RewardSample]) -> list[np.ndarray | str]:
-        """All heads of each sample, or all its steps; a text says why it has none."""
+        """Per sample the scores of all heads, or of all steps; a string is the reason why there are none."""
         groups, keys = self._groups(samples)
         found = self._numbers(groups)
         return [key if isinstance(key, str) else found[key] for key in keys]
@@ -113,7 +113,7 @@ class LearnedReward:
         return (value - mean) / max(deviation, 1e-6)
 
     def _numbers(self, groups: Sequence[Group]) -> dict[tuple[str, int], np.ndarray]:
-        """The scores of each sequence, or how probable the best verdict is at each of its steps."""
+        """Per sequence its scores [heads], or the probability of the best verdict at each of its steps [steps]."""
         scalar = self.card.kind == "scalar"
         batches = pack(groups, micro_tokens=self.micro_tokens, ends=scalar)
         for parameter, host in self._resting:
@@ -129,14 +129,14 @@ class LearnedReward:
         }
 
     def _groups(self, samples: Sequence[RewardSample]) -> tuple[list[Group], list[tuple[str, int] | str]]:
-        """Members of a question together, and the key of each sample or why it has no score."""
+        """Returns (one group per question, per sample its key or the reason why it has no score)."""
         members: dict[tuple[Message, ...], list[Trajectory]] = {}
         keys: list[tuple[str, int] | str] = []
         for number, sample in enumerate(samples):
             try:
                 asked, reply = conversation_of(sample)
                 read = self._read(str(number), asked, reply)
-            except Exception as error:  # what one client sent must not cost others their scores
+            except Exception as error:  # a bad sample of one client must not fail those of others
                 keys.append(f"unreadable: {type(error).__name__}: {error}")
                 continue
             fits = len(read.ids) <= self.family.max_positions
@@ -154,7 +154,7 @@ class LearnedReward:
         return reward_card.stepped(name, 0, messages, self.family, self.card.placeholder)
 
     def _rest(self) -> None:
-        """The weights wait in main memory, where they are to do so."""
+        """Move the weights back to host memory, if `offload` is on."""
         for parameter, host in self._resting:
             parameter.data = host
         if self._resting:
@@ -163,7 +163,7 @@ class LearnedReward:
 
 
 def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: bool) -> tuple[RewardCard, Family]:
-    """What is known of a reward model without its weights; refuses a folder that is none."""
+    """Card and family of a reward model, without loading weights; refuses a folder that holds no reward model."""
     if not untrained and (wrong := flaw(Path(folder))):
         raise ConfigError(f"reward.terms: {wrong}")
     card = read_card(folder) or RewardCard(kind="scalar", heads=("preference",))
@@ -171,11 +171,11 @@ def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: b
     return card, HOOKS["plug_series"](family, SeriesConfig())
 
 
-# -- of the terms of a reward ------------------------------------------------------------------------
+# -- for reward terms --------------------------------------------------------------------------------
 
 
 def load_learned(config: Config, path: str, *, by_rows: Any = None, **options: Any) -> LearnedReward:
-    """In this process, beside the policy. What is divided among several does not wait in main memory."""
+    """Load into this process, next to the policy. A model that is sharded over processes is never offloaded."""
     model_setup.quiet_libraries()
     device = model_setup.device_of(config)
     return LearnedReward.load(
@@ -192,7 +192,7 @@ def load_learned(config: Config, path: str, *, by_rows: Any = None, **options: A
 
 
 def require_folders(config: Config) -> None:
-    """Refuse folders that are no reward models, before a run has a folder of its own."""
+    """Raise ConfigError for a `path` that holds no reward model, before the run's folder is created."""
     for args in model_terms(config.reward):
         if not args["path"].startswith("tiny:") and (wrong := flaw(Path(args["path"]))):
             raise ConfigError(f"reward.terms: {wrong}")

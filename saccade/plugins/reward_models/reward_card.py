@@ -1,10 +1,10 @@
-"""How a reward model reads a conversation, and what its folder says about it.
+"""How a reward model reads a conversation, and its description (`RewardCard`) in config.json.
 
-A reply is judged in the model's template, up to its end of turn. A candidate that shows media
-is judged as part of the question: it stands behind it, and the score is read where an answer would
-begin. A process reward model reads at marks, one behind each step.
+A reply is scored in the model's chat template, up to its end of turn. A candidate that shows media
+is appended to the question, and the score is read where an answer would begin. A process reward model
+is read at placeholders, one after each step.
 
-    judged("a", 0, asked, reply, family)            # a Trajectory; POLICY: what is judged
+    judged("a", 0, asked, reply, family)            # a Trajectory; the scored tokens have the source POLICY
     stepped("a", 0, with_marks(asked, response, card), family, card.placeholder)
     card = read_card("runs/rm/checkpoints/step-100")
 """
@@ -23,30 +23,30 @@ from saccade.models.files import SINGLE, header_of, shards
 from saccade.recipes.to_trajectory import from_turn, written
 from saccade.types import Message, Rendered, Source, Trajectory
 
-SECTION = "reward_model"  # of config.json
+SECTION = "reward_model"  # key in config.json
 REWARD_FILE = "reward_head.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardCard:
-    """What config.json says of a reward model."""
+    """The description of a reward model in config.json."""
 
     kind: str  # scalar or process
     heads: tuple[str, ...] = ()
     pooling: str = "last"
-    pooling_heads: int = 1  # the defaults of this and the next are what older folders mean
-    probe_layer: int = -1  # the last block
+    pooling_heads: int = 1  # older folders lack this and the next field; the defaults describe them
+    probe_layer: int = -1  # index of the layer whose states are scored; -1: the last
     head: str = "linear"  # or mlp
-    bounded: bool = False  # scores are sigmoids
-    statistics: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (mean, std)
-    statistics_step: int | None = None  # whose weights gave them
-    placeholder: str = ""  # of a process: the mark behind each step
-    tokens: tuple[str, ...] = ()  # its verdicts, the best first
-    chat: bool = True  # question and steps are turns of a chat; else one text
+    bounded: bool = False  # scores pass through a sigmoid
+    statistics: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (mean, std) by head
+    statistics_step: int | None = None  # the step whose weights gave the statistics
+    placeholder: str = ""  # process only: the text after each step at which it is read
+    tokens: tuple[str, ...] = ()  # process only: the verdict tokens, the best first
+    chat: bool = True  # process only: question and steps are turns of a chat; else one text
 
 
 def write_card(model: Any, card: RewardCard) -> None:
-    """Into the model's config, which is saved with it."""
+    """Store the card in the model's config, which is saved with the model."""
     setattr(model.config, SECTION, asdict(card))
 
 
@@ -61,7 +61,7 @@ def read_card(folder: str | Path) -> RewardCard | None:
 
 
 def flaw(folder: Path) -> str:
-    """What keeps a folder from being a reward model; empty: nothing. Reads no tensor."""
+    """Returns why a folder is not a usable reward model, or "" if it is one. Reads no tensors."""
     if not (folder / "config.json").is_file():
         return f"{folder} has no config.json; give the folder of a reward model"
     try:
@@ -84,7 +84,7 @@ def flaw(folder: Path) -> str:
 def judged(
     sample_id: str, repeat: int, asked: Sequence[Message], reply: Sequence[Message], family: Family
 ) -> Trajectory:
-    """What is judged is POLICY, so that members of a group share the rest as a trunk."""
+    """The conversation as a trajectory: scored tokens have the source POLICY, the rest is the trunk of the group."""
     messages = (*asked, *reply)
     if not shows_media(reply):
         rendered = family.render_dialogue(messages)
@@ -100,7 +100,7 @@ def judged(
 
 
 def shows_media(reply: Sequence[Message]) -> bool:
-    """Whether a candidate is a medium rather than a reply."""
+    """Whether a candidate contains media."""
     return any(message.media for message in reply if message.role == "assistant")
 
 
@@ -108,7 +108,7 @@ def shows_media(reply: Sequence[Message]) -> bool:
 
 
 def stepped(sample_id: str, repeat: int, messages: Sequence[Message], family: Family, placeholder: str) -> Trajectory:
-    """A read at every placeholder. What it would predict comes behind it, so one id is added."""
+    """A trajectory read at every placeholder. Reads precede POLICY tokens, so one id is appended after the last."""
     chat = messages[-1].role == "assistant"
     rendered = family.render_dialogue(messages) if chat else family.render(messages)
     ids = np.append(rendered.ids, rendered.ids[-1])
@@ -119,7 +119,7 @@ def stepped(sample_id: str, repeat: int, messages: Sequence[Message], family: Fa
 
 
 def _marks(ids: np.ndarray, family: Family, placeholder: str) -> np.ndarray:
-    """The last id of each placeholder. A tokenizer may write it differently after a blank."""
+    """Index of the last id of each placeholder. A tokenizer may encode it differently after a space."""
     found: set[int] = set()
     for text in (placeholder, f" {placeholder}"):
         mark = family.chat.encode(text)
@@ -130,7 +130,7 @@ def _marks(ids: np.ndarray, family: Family, placeholder: str) -> np.ndarray:
 
 
 def verdict_ids(family: Family, tokens: Sequence[str]) -> tuple[int, ...]:
-    """The ids of the words that name a verdict, one each."""
+    """The token ids of the verdicts; each must be a single token."""
     found = {token: family.chat.encode(token).tolist() for token in tokens}
     for token, ids in found.items():
         if len(ids) != 1:
@@ -140,8 +140,8 @@ def verdict_ids(family: Family, tokens: Sequence[str]) -> tuple[int, ...]:
 
 
 def with_marks(asked: Sequence[Message], response: str, card: RewardCard) -> tuple[Message, ...]:
-    """A response with a mark behind every line, as the model learned to read it. Marks in what it
-    is given go: a policy could write some to be read more often.
+    """The conversation with a placeholder after every line of the response. Those in the given texts are removed: a
+    policy could write some to be read more often.
     """
     asked = [replace(m, parts=tuple(_unmarked(p, card) if isinstance(p, str) else p for p in m.parts)) for m in asked]
     response = _unmarked(response, card)
@@ -154,6 +154,6 @@ def with_marks(asked: Sequence[Message], response: str, card: RewardCard) -> tup
 
 
 def _unmarked(text: str, card: RewardCard) -> str:
-    while card.placeholder in text:  # what is left around one may be another
+    while card.placeholder in text:  # removing one may join its surroundings into another
         text = text.replace(card.placeholder, "")
     return text

@@ -1,10 +1,10 @@
-"""The head of a reward model: some numbers per sequence. The model keeps its language head, at rest,
-so that its folder stays a whole model.
+"""The head of a reward model: one score per sequence and head. The model keeps its language head, frozen,
+so that its folder can still be loaded as a language model.
 
     attach_reward(model, RewardHead(like=model, card=RewardCard(kind="scalar", heads=("taste",)), seed=0))
     scores = model.score(hidden, sequence, count)  # [sequences, heads]
 
-Legend: R reads, E hidden size, S sequences, H heads, P heads of the pooling.
+Legend: R reads, E hidden size, S sequences, H heads, P attention heads of the pooling.
 """
 
 from pathlib import Path
@@ -20,13 +20,13 @@ from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard, r
 
 
 class RewardHead(SavedHead):
-    """Pools the hidden states of each sequence and gives it a number per head."""
+    """Pools the hidden states of each sequence and computes one score per head."""
 
     def __init__(
         self, *, like: nn.Module, card: RewardCard, seed: int, first_log_scale: float = 0.0, stored: Path | None = None
     ) -> None:
-        """`first_log_scale` starts a scale that some losses learn beside the scores. `stored` is a folder with a
-        trained head; where that learned no scale, the first one stays.
+        """`first_log_scale`: initial logarithm of the scale that some losses learn (0: it is not learned). `stored`:
+        folder with a trained head to load; if that learned no scale, `first_log_scale` is used.
         """
         super().__init__(REWARD_FILE)
         self.card = card
@@ -35,7 +35,7 @@ class RewardHead(SavedHead):
         if size % card.pooling_heads:
             why = f"{card.pooling_heads} does not divide the hidden size {size} of this model"
             raise ConfigError(f"reward_model.pooling_heads: {why}; try reward_model.pooling_heads=1")
-        # At first all states count alike; with `mean` it stays so.
+        # A zero query weighs all states equally; with pooling `mean` it stays zero.
         self.query = nn.Parameter(torch.zeros_like(self.weight[0]))
         self.log_scale = nn.Parameter(torch.full_like(self.weight[0, :1], first_log_scale))
         self.query.requires_grad_(card.pooling == "attention")
@@ -53,7 +53,7 @@ class RewardHead(SavedHead):
                 self.log_scale.data.fill_(first_log_scale)
 
     def forward(self, hidden: Tensor, sequence: Tensor, count: int) -> Tensor:
-        """hidden [R, E] of sequences [R] → [S, H]. With `last` there is one state of each."""
+        """hidden [R, E], sequence [R] (its index) → scores [S, H]. With pooling `last`, R = S."""
         pooled = hidden.to(self.weight.dtype)
         if self.card.pooling != "last":
             pooled = self._pooled(pooled, sequence, count)
@@ -63,7 +63,7 @@ class RewardHead(SavedHead):
         return scores.sigmoid() if self.card.bounded else scores
 
     def _pooled(self, hidden: Tensor, sequence: Tensor, count: int) -> Tensor:
-        """[R, E] → [S, E]: each of P parts of the states by a softmax of its own."""
+        """[R, E] → [S, E]: attention pooling over each sequence, with one softmax per pooling head."""
         parts = hidden.unflatten(1, (self.card.pooling_heads, -1))
         query = self.query.view(parts.shape[1:])
         logits = torch.einsum("rpe,pe->rp", parts, query) / query.shape[1] ** 0.5
@@ -77,8 +77,8 @@ class RewardHead(SavedHead):
 
 
 def attach_reward(model: nn.Module, head: RewardHead) -> None:
-    """For the folder's sake an untied `lm_head` stays as it is, and blocks above the one that is
-    read wait in the head; neither learns anything.
+    """Add the head as `model.score`. Layers above the probed one move into `head.above`, and an untied language head is
+    frozen: neither is trained, both are saved, so that the folder stays complete.
     """
     model.score = head
     if head.card.probe_layer != -1:
@@ -96,8 +96,8 @@ def attach_reward(model: nn.Module, head: RewardHead) -> None:
 
 @torch.no_grad()
 def start_critic(model: nn.Module, folder: Path) -> bool:
-    """A critic that starts from a reward model reads values as that one read its first score. False
-    if its score is no linear function of the last states: then the head stays as it was drawn.
+    """Copy the weights of the reward model's first head into the critic's. Returns False and keeps the random head if
+    the score is not linear in the last hidden states. Does nothing if `folder` holds no reward model.
     """
     card = read_card(folder)
     if card is None or not (folder / REWARD_FILE).is_file():

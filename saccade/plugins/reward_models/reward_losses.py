@@ -1,15 +1,15 @@
-"""Reward models on forests: scores of whole sequences, verdicts at the steps of a process, and their
-losses.
+"""Reward models on token forests: scores of whole sequences, verdicts at each step (process reward models), and
+their losses.
 
     loss = sum over heads of weight * (sum of the losses of its labelled pairs) / labelled pairs
     loss = sum over steps of the cross-entropy with their labels / steps
 
 A formula is `f(chosen, rejected, *, options) -> [P]` on fp32 scores. `RatingLoss` and `StepsLoss` hold the
-labels and denominators of a whole optimizer step, so micro-losses simply add up. A pair is a group
-of two sequences; its label says for each head whether the first (1), the second (-1) or neither (0)
-is better. NaN: nothing was said, which is no tie. Axes: S sequences, P pairs, H heads, R reads, K
-tokens that name a verdict. A sequence is packed up to its last token (`pack(..., ends=True)`); a
-step is read at its mark.
+labels and denominators of a whole optimizer step, so the losses of micro-batches add up. A pair is a group
+of two sequences; its label says for each head whether the first (1), the second (-1) or neither (0, a tie)
+is better; NaN is no label, not a tie. Axes: S sequences, P pairs, H heads, R reads (positions that are read),
+K verdict tokens. A sequence is packed including its last token (`pack(..., ends=True)`); a step is read at
+its placeholder.
 
     >>> REWARD_LOSSES["bt"].function(chosen, rejected, margin=0.1)   # [P]
     >>> loss = of_pairs(RatingLoss(loss="bt", heads={"preference": 1.0}), ids, labels, margins)
@@ -45,8 +45,8 @@ REWARD_LOSSES: dict[str, Entry] = {}
 
 # -- formulas --------------------------------------------------------------------------------------
 
-# Of the scale of hps, which is learned as its logarithm. The trainer clamps the parameter after an
-# update: a clamp inside the loss would stop the gradient, and the scale could never come back.
+# hps learns its scale as a logarithm. The parameter is clamped after each update: a clamp inside the loss
+# would make the gradient zero at the bound, and the scale could never shrink again.
 FIRST_LOG_KAPPA = math.log(1 / 0.07)
 LARGEST_LOG_KAPPA = math.log(100)
 
@@ -64,15 +64,12 @@ def logexp(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 @add(REWARD_LOSSES, "-log softmax(kappa [chosen, rejected])[0]")
 def hps(chosen: Tensor, rejected: Tensor, *, kappa: float | Tensor) -> Tensor:
-    """Cross-entropy of both scaled scores (arXiv 2306.09341).
-
-    The scale serves training only; a served score has none.
-    """
+    """Cross-entropy of the two scores, scaled by kappa (arXiv 2306.09341). Scores used as rewards are not scaled."""
     return bt(kappa * chosen, kappa * rejected)
 
 
 def check(config: Config) -> Iterator[str]:
-    """What a config alone can say against training a reward model."""
+    """Problems of a config for training a reward model that show without data or weights."""
     own = config.reward_model
     if own.bounded and own.center_coef:
         yield "reward_model.center_coef: draws scores to 0, where a sigmoid cannot go; set it to 0"
@@ -94,7 +91,7 @@ class _RewardLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class RatingLoss(_RewardLoss):
-    """A loss on pairs with the labels and counts of its optimizer step."""
+    """A loss on pairs, with the labels and counts of one optimizer step."""
 
     loss: str
     heads: Mapping[str, float]  # name → weight, in the order of the model's scores
@@ -102,8 +99,8 @@ class RatingLoss(_RewardLoss):
     center_coef: float = 0.0
     tie_coef: float = 0.0
     labels: Labels = field(default_factory=dict)
-    margins: Mapping[str, float] = field(default_factory=dict)  # of samples that have their own
-    counts: tuple[int, ...] = ()  # pairs with a label, per head
+    margins: Mapping[str, float] = field(default_factory=dict)  # by sample, where the row has its own
+    counts: tuple[int, ...] = ()  # labelled pairs, per head
     whole: ClassVar[bool] = True
 
     def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
@@ -119,13 +116,13 @@ def from_config(config: RewardModelConfig) -> RatingLoss:
 
 
 def of_pairs(row: RatingLoss, ids: Sequence[str], labels: Labels, margins: Mapping[str, float]) -> RatingLoss:
-    """With what is known of the samples of an optimizer step, in which one may occur twice."""
+    """The loss with the labels, margins and counts of an optimizer step; `ids` may hold a sample twice."""
     labelled = ~np.isnan(np.array([labels[id] for id in ids]).reshape(len(ids), len(row.heads)))
     return replace(row, labels=labels, margins=margins, counts=tuple(labelled.sum(0).tolist()))
 
 
 def rating_objective(row: RatingLoss, scores: Tensor, kappa: Tensor, keys: Keys) -> tuple[Tensor, LossSums]:
-    """scores [S, H], the sides of a pair next to each other."""
+    """Returns (loss, sums for the metrics). scores [S, H]: the two sides of a pair are neighbours."""
     ids = [id for id, _ in keys[::2]]
     assert ids == [id for id, _ in keys[1::2]], "the sides of a pair stand next to each other"
     first, second = scores[0::2].T, scores[1::2].T
@@ -161,11 +158,11 @@ def _reported(loss: Tensor, means: Mapping[str, tuple[Tensor, Tensor]], size: in
 
 @dataclass(frozen=True, kw_only=True)
 class StepsLoss(_RewardLoss):
-    """The steps of a process with their labels: how probable each verdict should be."""
+    """Cross-entropy of the verdicts at each step, with the labels and step count of one optimizer step."""
 
-    labels: Mapping[str, np.ndarray]  # by sample: [steps, K], rows of sum 1
-    count: int  # steps of the optimizer step
-    tokens: Sequence[int] = ()  # the verdicts
+    labels: Mapping[str, np.ndarray]  # by sample: target probabilities [steps, K], each row sums to 1
+    count: int  # labelled steps in the optimizer step
+    tokens: Sequence[int] = ()  # ids of the verdict tokens
     whole: ClassVar[bool] = False
 
     def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
@@ -176,7 +173,7 @@ class StepsLoss(_RewardLoss):
 
 
 def steps_objective(row: StepsLoss, logits: Tensor, batch: Batch) -> tuple[Tensor, LossSums]:
-    """logits [R, K] of the tokens that name a verdict, at the steps of all sequences in order."""
+    """Returns (loss, sums for the metrics). logits [R, K] of the verdict tokens, at the steps of all sequences."""
     wanted = np.concatenate([row.labels[id] for id, _ in batch.keys]).astype(np.float32)
     target = torch.from_numpy(wanted).to(logits.device)
     logprobs = logits.log_softmax(-1)
@@ -196,34 +193,34 @@ RewardLoss = RatingLoss | StepsLoss
 
 
 def train_ratings(backend: LocalBackend, batches: Sequence[Batch], loss: RewardLoss, *, lr: float) -> Update:
-    """One optimizer step; the scale of a head stays within its bound."""
+    """One optimizer step, after which the head's scale is clamped to its bound."""
     update = backend.train_step(batches, loss, lr=lr)
-    if backend.engine is None:  # else the ranks do so
+    if backend.engine is None:  # else the ranks do it
         bound_scale(backend, loss)
     return update
 
 
 @torch.no_grad()
 def bound_scale(backend: LocalBackend, loss: Loss) -> None:
-    """After an update, not in the loss: there a clamp would stop the gradient for good."""
+    """Clamp the head's scale; call it after each update (see LARGEST_LOG_KAPPA)."""
     if isinstance(loss, RatingLoss):
         head_of(backend).log_scale.clamp_(max=LARGEST_LOG_KAPPA)
 
 
 def ratings(backend: LocalBackend, batches: Sequence[Batch]) -> list[np.ndarray]:
-    """[sequences, heads] of each batch."""
+    """Scores [sequences, heads] of each batch."""
     return _arrays(backend.each(batches, partial(_rate, backend)))
 
 
 def judgements(backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence[int]) -> list[np.ndarray]:
-    """[reads, tokens]: log-probs of the verdicts among themselves at every step."""
+    """Log-probs [reads, tokens] of each batch at every step, normalised over the verdict tokens only."""
     logits = backend.each(batches, partial(_judge, backend, tokens))
     return _arrays(found.log_softmax(-1) for found in logits)
 
 
 @torch.no_grad()
 def measured(backend: LocalBackend, batches: Sequence[Batch], loss: RewardLoss) -> tuple[Metrics, list[np.ndarray]]:
-    """What training on these batches would report, without it, and the outputs of the model."""
+    """The metrics that training on these batches would report, and the model's outputs; without an update."""
     outputs = backend.each(batches, partial(loss.outputs, backend))
     sums = [loss.objective(backend, batch, found)[1] for batch, found in zip(batches, outputs, strict=True)]
     return to_metrics(sums), _arrays(outputs)
@@ -240,7 +237,7 @@ def head_of(backend: Reader) -> RewardHead:
 
 
 def _rate(backend: Reader, batch: Batch) -> Tensor:
-    """[sequences, heads]"""
+    """Scores [sequences, heads]."""
     assert batch.sampled is not None and batch.ends is not None, "packed without its last tokens"
     head, count = head_of(backend), len(batch.keys)
     places, sequence = batch.sampled, batch.sequence
@@ -251,8 +248,8 @@ def _rate(backend: Reader, batch: Batch) -> Tensor:
 
 
 def _judge(backend: Reader, tokens: Sequence[int], batch: Batch) -> Tensor:
-    """[reads, tokens]"""
-    hidden = backend.hidden_at(batch, batch.reads)  # first: where weights are sharded the head is whole after that
+    """Logits [reads, tokens] of the verdict tokens."""
+    hidden = backend.hidden_at(batch, batch.reads)  # must come first: the forward pass gathers a sharded head
     weight = backend.model.get_output_embeddings().weight[list(tokens)]  # type: ignore[operator]
     wide = torch.promote_types(weight.dtype, torch.float32)
     return change_logits(backend.model, hidden.to(wide) @ weight.to(wide).T)

@@ -1,7 +1,6 @@
-"""Scores of learned reward models as terms of the reward: collected during a rollout, then scored
-together.
+"""Learned reward models as reward terms: samples are collected during a rollout, then scored in one batch.
 
-Knows nothing of models: whoever builds the scorer says how a folder becomes a `LearnedReward`.
+Imports no model code: the caller passes the function that loads a folder as a `LearnedReward`.
 
     {verifier: model, weight: 0.5, args: {path: runs/rm/checkpoints/step-100, normalise: true}}
 """
@@ -22,7 +21,7 @@ from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Media, Message, Score
 
-MEDIA = re.compile("<(image|video|audio|series)>")  # how a text shows that a medium stands there
+MEDIA = re.compile("<(image|video|audio|series)>")  # placeholders of media in a text
 NOT_LOADED = "unscored: its model is not loaded"
 SUMMARIES: Mapping[str, Callable[[np.ndarray], float]] = {"mean": np.mean, "min": np.min, "last": lambda v: v[-1]}
 
@@ -30,8 +29,8 @@ SUMMARIES: Mapping[str, Callable[[np.ndarray], float]] = {"mean": np.mean, "min"
 def model(
     sample: RewardSample, *, path: str, head: str | None = None, normalise: bool = False, steps: str = "mean"
 ) -> Score:
-    """The score of a reward model's folder. `head` names one of several, `normalise` takes off the
-    mean of its scores and divides by their deviation, `steps` sums up those of a process.
+    """The score of the reward model in the folder `path`. `head` selects one of several heads, `normalise` subtracts
+    the mean and divides by the standard deviation, `steps` aggregates the steps of a process reward model.
     """
     if steps not in SUMMARIES:
         raise ValueError(f"steps={steps}: expected one of {', '.join(SUMMARIES)}")
@@ -42,14 +41,14 @@ MODEL = Verifier(function=model, needs_answer=False, learned=True)
 
 
 def model_terms(reward: RewardConfig) -> list[dict[str, Any]]:
-    """Arguments of all terms of models, wherever the config has them."""
+    """Arguments of all `model` terms, in reward.terms and reward.by_source."""
     places = {"reward.terms": reward.terms, **reward.by_source}
     rows = [row for name, value in places.items() for row in read_terms(name, value)]
     return [row.args for row in rows if row.verifier == "model" and "path" in row.args]
 
 
 class Learned:
-    """Models by their folders, and what waits to be scored by them."""
+    """Loaded reward models by folder, and the samples that wait to be scored."""
 
     def __init__(self, load: Callable[[str], Any]) -> None:
         self._load = load
@@ -58,7 +57,7 @@ class Learned:
         self._lock, self._scoring = threading.Lock(), threading.Lock()
 
     def prepare(self, args: Mapping[str, Any]) -> None:
-        """Load the model of a term, unless another term has it; refuse what it cannot give."""
+        """Load the model of a term unless it is loaded; refuse arguments that it does not support."""
         path = args["path"]
         if path not in self.models:
             self.models[path] = self._load(path)
@@ -76,11 +75,11 @@ class Learned:
         return future
 
     def flush(self) -> None:
-        """Score all that waits. Terms that share a model share its forward pass."""
+        """Score all waiting samples. Terms that share a model share its forward pass."""
         with self._scoring:
             with self._lock:
                 waiting, self._waiting = self._waiting, []
-            samples: dict[str, dict[int, RewardSample]] = {}  # of each model; every object once
+            samples: dict[str, dict[int, RewardSample]] = {}  # by model; each sample object once
             for args, sample, _ in waiting:
                 samples.setdefault(args["path"], {})[id(sample)] = sample
             found = {path: self._read(path, own) for path, own in samples.items()}
@@ -90,7 +89,7 @@ class Learned:
     def _read(self, path: str, samples: Mapping[int, RewardSample]) -> dict[int, np.ndarray | str]:
         try:
             found = self.models[path].read(list(samples.values()))
-        except Exception as error:  # others wait for these scores: a service has many clients
+        except Exception as error:  # fail these scores only: other threads or clients wait for the rest
             if isinstance(error, self.models[path].fatal):
                 raise
             return dict.fromkeys(samples, f"raised: {type(error).__name__}: {error}")
@@ -107,8 +106,8 @@ class Learned:
 
 
 def conversation_of(sample: RewardSample) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """Question and what followed, with images where they were shown. Of a sample that came over a wire both are made
-    from its texts: an <image> stands for the next of its media. A ValueError where that is not all that was shown.
+    """Returns (question, reply turns) with their images in place. For a sample from a request both are rebuilt from its
+    texts, where each <image> stands for the next of its media; raises ValueError if that cannot restore all media.
     """
     return tuple(sample.asked) or _asked(sample), tuple(sample.replied) or _replied(sample)
 
@@ -119,7 +118,7 @@ def _asked(sample: RewardSample) -> tuple[Message, ...]:
         raise ValueError("no question came with it; send prompts")
     if not sample.messages and (mark := CHAT_MARK.search(sample.prompt)):
         raise ValueError(f"the prompt is text of a chat template ({mark[0]}); send its messages as JSON")
-    pieces = [MEDIA.split(str(message["content"])) for message in messages]  # every second: a kind
+    pieces = [MEDIA.split(str(message["content"])) for message in messages]  # odd indices: kinds of media
     kinds = [kind for split in pieces for kind in split[1::2]]
     if other := set(kinds) - {"image"}:
         raise ValueError(f"the question shows a medium (<{min(other)}>) that no request can carry")
@@ -134,7 +133,7 @@ def _asked(sample: RewardSample) -> tuple[Message, ...]:
 
 def _replied(sample: RewardSample) -> tuple[Message, ...]:
     turns, seen = list(sample.turns) or [sample.response], list(sample.observations)
-    # Who does not say how they follow each other has one observation after each turn.
+    # Without `roles`, one observation follows each turn.
     roles = sample.roles or (["assistant", "user"] * len(turns))[: len(turns) + len(seen)]
     said = sum(role == "assistant" for role in roles)
     if (said, len(roles) - said) != (len(turns), len(seen)):

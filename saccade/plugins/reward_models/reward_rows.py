@@ -1,6 +1,5 @@
-"""The rows that a reward model learns from: pairs with a label per head, steps with theirs.
-
-`Pairs` and `Process` have the same methods, so that one loop trains both.
+"""Training rows of reward models: pairs with one label per head (`Pairs`), or chains of steps with one label per step
+(`Process`). Both classes have the same methods, so one loop trains both.
 
     rows = rows_of(config, family)
     batches, loss = rows.prepare(rows.load(config.data.train).samples)
@@ -38,7 +37,7 @@ from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA, RatingL
 from saccade.recipes import questions
 from saccade.types import Group, Message, Sample, Trajectory
 
-SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # of labels: the first, the second, a tie
+SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # label → number: the first is better, the second is better, a tie
 
 
 # -- pairs -----------------------------------------------------------------------------------------
@@ -51,13 +50,13 @@ class Pairs:
     row: RatingLoss
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
-        """Rows that say something about one of the heads."""
+        """Load the rows that label at least one of the heads."""
         judge = lambda sample: (self._labels(sample), margin_of(sample))  # noqa: E731
         data = pairs.load_pairs(self.config, sources, self.family, paired=True, judge=judge)
         return datasets.keep(data, self._unlabelled)
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Refuse training rows that cannot teach what the config wants."""
+        """Raise ConfigError if there is a head by which no training row prefers a side."""
         _trained(self.family.path, self._card)
         labels = np.array([self._labels(sample) for sample in samples])
         found = sorted({name for s in samples for name in s.extra.get("labels") or (MAIN,)})
@@ -67,12 +66,12 @@ class Pairs:
                 raise ConfigError(f"reward_model.heads: no row says which side is better by {name}: {has}")
 
     def card(self, stored: Path | None, samples: Sequence[Sample]) -> RewardCard:
-        """That of a checkpoint, else the wanted one; without statistics, which are measured."""
+        """The card of the checkpoint, else that of the config; without statistics, which are measured in training."""
         found = (read_card(stored) if stored else None) or self._card
         return replace(found, statistics={}, statistics_step=None)
 
     def attach(self, model: Any, *, card: RewardCard, stored: Path | None) -> None:
-        """Add the head, from a checkpoint or drawn."""
+        """Add the head, loaded from a checkpoint or initialised at random."""
         scale = FIRST_LOG_KAPPA if self.row.loss == "hps" else 0.0
         start, seed = stored or _trained(self.family.path, card), self.config.run.seed
         attach_reward(model, RewardHead(like=model, card=card, seed=seed, first_log_scale=scale, stored=start))
@@ -86,7 +85,7 @@ class Pairs:
         return batches, reward_losses.of_pairs(self.row, [s.id for s in samples], labels, own)
 
     def _labels(self, sample: Sample) -> tuple[float, ...]:
-        """Per head 1: the first candidate is better, -1: the second, 0: a tie, NaN: nothing is said."""
+        """Per head: 1 if the first candidate is better, -1 if the second is, 0 for a tie, NaN for no label."""
         given = sample.extra.get("labels")
         if given is None:
             given = {MAIN: "C" if pairs.is_tie(sample) else "A"}
@@ -111,7 +110,7 @@ class Pairs:
 
 
 def _trained(folder: str, wanted: RewardCard) -> Path | None:
-    """The folder that the model starts from, if it holds a head, which must be the wanted one."""
+    """Returns `folder` if it holds a trained head, else None. Refuses a head that differs from the `wanted` card."""
     if not (Path(folder) / REWARD_FILE).is_file():
         return None
     card = read_card(folder)
@@ -125,7 +124,7 @@ def _trained(folder: str, wanted: RewardCard) -> Path | None:
 
 
 def margin_of(sample: Sample) -> float | None:
-    """The row's own, if it has one."""
+    """The number in the row's column `margin`, or None."""
     given = sample.extra.get("margin")
     found = number_of(given)
     if given not in (None, "") and (found is None or not 0 <= found < inf):
@@ -143,7 +142,7 @@ class Process:
     tokens: tuple[int, ...]
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
-        """Chats are worded as in RL; a single text is read as it is."""
+        """Load rows. Chats are worded as in RL; a single text is read unchanged."""
         config, family = self.config, self.family
         ask = questions.wording(config)
 
@@ -153,7 +152,7 @@ class Process:
             self._labels(sample)
             return sample
 
-        # A length that is remembered is that of a row whose placeholders were found.
+        # The placeholder is in the cache key: a row with a cached length is not checked for its placeholders again.
         mark = config.reward_model.placeholder.encode().hex()
         read = (f"steps-{mark}", lambda messages: self._read("", messages).ids[:-1])
         return questions.load_worded(config, sources, family, word, limit="reward_model.max_tokens", read=read)
@@ -168,14 +167,14 @@ class Process:
         return RewardCard(kind="process", placeholder=own.placeholder, tokens=own.tokens, chat=chat)
 
     def attach(self, model: Any, *, card: RewardCard, stored: Path | None) -> None:
-        """A process is judged by the language head."""
+        """Store the card only: a process reward model has no head of its own, it uses the language head."""
         write_card(model, card)
 
     def prepare(self, samples: Sequence[Sample], parts: int = 1) -> tuple[list[Batch], StepsLoss]:
         groups = [Group(sample=s, uid=s.id, trajectories=(self._read(s.id, s.messages),)) for s in samples]
         batches = pack(groups, micro_tokens=self.config.train.micro_tokens, parts=parts)
         labels = {sample.id: self._labels(sample) for sample in samples}
-        count = sum(len(labels[sample.id]) for sample in samples)  # one may occur twice
+        count = sum(len(labels[sample.id]) for sample in samples)  # not over `labels`: a sample may occur twice
         return batches, StepsLoss(labels=labels, count=count, tokens=self.tokens)
 
     def _read(self, sample_id: str, messages: Sequence[Message]) -> Trajectory:
@@ -188,7 +187,7 @@ class Process:
         return read
 
     def _labels(self, sample: Sample) -> np.ndarray:
-        """[steps, tokens]: how probable each verdict should be."""
+        """[steps, tokens]: the target probability of each verdict token."""
         own, given = self.config.reward_model, sample.extra.get("label")
         if isinstance(given, str) and given.lstrip().startswith("["):
             given = parse_json(given, "column 'label'")
@@ -215,7 +214,7 @@ def is_chat(sample: Sample) -> bool:
 
 # -- either ----------------------------------------------------------------------------------------
 
-Rows = Pairs | Process  # of a kind of reward model
+Rows = Pairs | Process  # by the kind of reward model
 
 
 def rows_of(config: Config, family: Family) -> Rows:
@@ -226,7 +225,7 @@ def rows_of(config: Config, family: Family) -> Rows:
 
 
 def held_out(config: Config, rows: Rows) -> dict[str, datasets.Dataset]:
-    """Rows of data.val, under ids that no training row has."""
+    """The rows of data.val by set, under ids that no training row has."""
     val = config.data.val
     return {
         name: pairs.held_out(rows.load([source]), name, source.path)
@@ -238,7 +237,7 @@ def held_out(config: Config, rows: Rows) -> dict[str, datasets.Dataset]:
 
 
 def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """What the objective reports, under a prefix: by head where there are several."""
+    """The objective's metrics under a prefix, and under PREFIX/HEAD where there are several heads."""
     heads = [name.removesuffix("/accuracy") for name in found if name.endswith("/accuracy")]
     values = {f"{prefix}/loss": found.get("policy/loss", nan)}
     for head in heads:
@@ -253,8 +252,8 @@ def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
 
 
 def with_statistics(card: RewardCard, found: Mapping[str, float], step: int) -> RewardCard:
-    """With mean and deviation of all scores, for terms that normalise, and the step whose weights
-    gave them: a later checkpoint may keep them.
+    """The card with (mean, std) of each head's scores, for reward terms with `normalise`, and with the step of the
+    weights that gave them, as a later checkpoint may still hold these statistics.
     """
     scored = [head for head in card.heads if isfinite(found.get(f"{head}/square", nan))]
     statistics = {head: (found[f"{head}/mean"], _deviation(found, head)) for head in scored}

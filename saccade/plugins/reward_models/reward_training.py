@@ -1,5 +1,5 @@
-"""Training of reward models on pairs with labels, or on steps with theirs; and their evaluation: how
-often one prefers what the rows of `data.val` prefer.
+"""Training of reward models on labelled pairs or labelled steps, and their evaluation: how often a model
+agrees with the labels of `data.val`.
 
     saccade reward-model run.yaml data.train=pairs.jsonl reward_model.loss=hps
     saccade eval model.path=runs/rm/checkpoints/step-100 data.val=held_out.jsonl
@@ -57,7 +57,7 @@ def run(config: Any) -> dict[str, Any]:
         write(card)
 
         def remember(found: Mapping[str, float], step: int) -> None:
-            """The card says where the scores lie, and by which weights."""
+            """Store mean and std of the scores in the card, with the step of the weights that gave them."""
             write(with_statistics(card, found, step))
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
@@ -68,7 +68,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def unmeasured(samples: Sequence[Sample], found: Mapping[str, float], step: int) -> None:
             if not this.checkpointer.due(step):
-                remember(found, step - 1)  # it was computed before the update
+                remember(found, step - 1)  # the scores were computed before the update
             elif card.heads:
                 with this.phase("validation"):
                     remember(backend.measure(*prepare(samples)).means(), step)
@@ -92,8 +92,8 @@ def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Loss) ->
 
 
 def evaluate(config: Config, folder: Path) -> dict[str, Any]:
-    """Writes and returns the metrics of every set; of a scalar model also its scores of each pair.
-    What it judges, and how, is read from its folder; nothing is generated.
+    """Write and return the metrics of every set of data.val, and for a scalar model the scores of each pair.
+    Heads, pooling and verdict tokens come from the model's folder; nothing is generated.
     """
     if not config.data.val:
         raise ConfigError("data.val: a reward model judges rows; try data.val=held_out.jsonl")
@@ -135,7 +135,7 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
 
 
 def intervals(loss: RewardLoss, batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> dict[str, float]:
-    """The interval of the accuracy; with several heads that of each, and none of their mean."""
+    """Confidence interval of the accuracy; with several heads one for each head, none for their mean."""
     if isinstance(loss, StepsLoss):
         return _ends("", _shares(loss.labels, batches, outputs))
     said = np.concatenate([[loss.labels[uid] for uid, _ in b.keys[::2]] for b in batches])
@@ -148,8 +148,8 @@ def intervals(loss: RewardLoss, batches: Sequence[Batch], outputs: Sequence[np.n
 
 
 def _shares(labels: Mapping[str, np.ndarray], batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> np.ndarray:
-    """One value for each row, whose mean is the accuracy over all steps: rows are drawn, as steps
-    of one are correlated, and a longer one weighs more.
+    """One value per row, with the accuracy over all steps as their mean (linearised ratio estimator): the interval is
+    over rows, as the steps of one row are correlated; a longer row weighs more.
     """
     wanted = [labels[uid].argmax(-1) for batch in batches for uid, _ in batch.keys]
     found = np.split(np.concatenate(outputs).argmax(-1), np.cumsum([len(row) for row in wanted])[:-1])
@@ -167,7 +167,7 @@ def _ends(prefix: str, values: np.ndarray) -> dict[str, float]:
 
 
 def _by_category(pairs: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -> dict[str, Table]:
-    """Pairs in the right order by the first head, for sets whose rows say what they are about."""
+    """Accuracy of the first head by category, for sets whose rows have one; else empty."""
     right: dict[str, list[np.ndarray]] = {}
     for pair in pairs:
         chosen, rejected = (next(iter(pair[side].values())) for side in ("chosen", "rejected"))
@@ -176,7 +176,7 @@ def _by_category(pairs: Sequence[Mapping[str, Any]], kinds: Mapping[str, str]) -
 
 
 def _as_trained(config: Config, card: RewardCard) -> Config:
-    """With the options that the folder was trained with."""
+    """The config with the reward-model options of the card, so those that the folder was trained with."""
     own: dict[str, Any] = {"kind": card.kind}
     if card.kind == "process":
         own |= {"placeholder": card.placeholder, "tokens": card.tokens}
@@ -189,7 +189,7 @@ def _as_trained(config: Config, card: RewardCard) -> Config:
 
 
 def _scored(heads: Sequence[str], batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> list[dict[str, Any]]:
-    """The scores of both sides of each pair; none of a process, which has no heads."""
+    """The scores of both sides of each pair; empty for a process reward model, which has no heads."""
     if not heads:
         return []
     ids = [uid for batch in batches for uid, _ in batch.keys[::2]]
