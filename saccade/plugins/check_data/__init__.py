@@ -1,1 +1,1 @@
-"""What `saccade check-data` says of a data set."""
+"""`saccade check-data`, checks and warnings about rows and rewards, and the cache of token lengths."""

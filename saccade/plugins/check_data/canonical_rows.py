@@ -1,5 +1,5 @@
-"""Samples as canonical rows: JSON that the formats of `data.records.WRITTEN` read back as the same samples;
-and as conversations to learn from, ShareGPT with images in any turn.
+"""Writes samples as canonical rows, JSON that the formats of `data.records.WRITTEN` read back as the same samples,
+or as conversations for sft: ShareGPT with images in any turn.
 
 >>> read_row(to_row(sample), FORMATS["messages"], DataConfig(), open_image=open_media) == sample
 True
@@ -62,12 +62,12 @@ def _source(media: Media) -> Any:
 
 
 def convert(samples: Sequence[Sample], path: Path) -> None:
-    """Samples as canonical JSONL, which the `messages` format reads back as the same samples."""
-    for sample in samples:  # a row that cannot be written is found before the file is touched
+    """Write samples as canonical JSONL, which the `messages` format reads back as the same samples."""
+    for sample in samples:  # fail for a row that cannot be written before creating the file
         _line(replace(sample, messages=(), candidates=()))
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(map(_line, samples))  # one at a time: media may be inside of them
+        file.writelines(map(_line, samples))  # lazily: a line may hold encoded media
 
 
 def _line(sample: Sample) -> str:
@@ -78,7 +78,7 @@ def _line(sample: Sample) -> str:
 
 
 def _json_value(value: Any) -> Any:
-    for method in ("tolist", "isoformat"):  # of arrays and dates
+    for method in ("tolist", "isoformat"):  # arrays, dates
         if hasattr(value, method):
             return getattr(value, method)()
     raise TypeError(f"{type(value).__name__} is no JSON value")
@@ -90,8 +90,8 @@ SPEAKERS = {"system": "system", "user": "human", "assistant": "gpt", "tool": "to
 
 
 def dialogue_row(sample: Sample, folder: Path) -> dict[str, Any]:
-    """A conversation as a row to learn from. Its images are written into `folder`/images: a crop
-    as one of its own, each with its pixel budget, so the row is read back to the same tokens.
+    """A conversation as a row for sft. Its images are written into `folder`/images, a crop as its own file. The row has
+    each image's pixel budget, so it is read back to the same tokens.
     """
 
     def said(message: Message) -> str:
@@ -109,7 +109,7 @@ def dialogue_row(sample: Sample, folder: Path) -> dict[str, Any]:
 
 
 def _stored(media: Media, folder: Path) -> dict[str, Any]:
-    """A whole image keeps its file as it is; a crop becomes one without loss."""
+    """Write an image and return its record. A whole image keeps its encoded bytes; a crop is written as PNG."""
     suffix = Path(media.path).suffix if media.path and media.box is None else ".png"
     name = f"images/{media.hash[:16]}{media.hash[64:]}{suffix}"
     file = folder / name

@@ -1,7 +1,6 @@
-"""`saccade check-data`: every problem of the configured data sets, row by row, before a run meets them.
+"""`saccade check-data`: every problem of the configured data sets, row by row, before training.
 
-Loads as training would, then decodes every image once. Nothing stops it: bad rows are what it is
-looking for.
+Loads as training would, then decodes every image once. Bad rows are collected, they do not stop it.
 
     >>> report = run("run.yaml", command="dpo")
     >>> print(report.to_json()); write_fixed(report, Path("clean.jsonl"))
@@ -36,37 +35,36 @@ from saccade.rewards.scorer import Scorer
 from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
 
-TRAINING = ("rl", "sft", "dpo", "reward-model")  # that read rows each in its own way
-LISTED = 20  # bad rows on the screen
+TRAINING = ("rl", "sft", "dpo", "reward-model")  # commands for --for
+LISTED = 20  # most bad rows that are printed
 LENGTHS = ("min", "median", "p95", "max", "mean")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What was found. `acceptable` is False when training would stop for too many bad rows."""
+    """The result of a check. `acceptable` is False if training would stop because of too many bad rows."""
 
     rows: int
     good: int
     bad: tuple[BadRow, ...]
     overlong: tuple[BadRow, ...]
-    left_out: tuple[BadRow, ...]  # good rows that the command leaves out, as ties are by dpo
-    filtered: int  # rows that their mapping leaves out
+    left_out: tuple[BadRow, ...]  # good rows that the command leaves out, such as ties in dpo
+    filtered: int  # rows that the data.mapping leaves out
     acceptable: bool
     formats: Mapping[str, str]
     duplicate_ids: tuple[str, ...]
-    renamed: int  # rows that got a suffix, as an earlier one has their id
-    repeated: int  # different rows of val that are in train, too
+    renamed: int  # rows whose id got a suffix, as an earlier row has the same id
+    repeated: int  # distinct rows of val that are also in train
     media_kinds: Mapping[str, int]
-    images: int  # different ones
-    decoded: bool
+    images: int  # distinct images and other media
+    decoded: bool  # False: only headers were read
     gold_rate: float  # share of the good rows that have an answer
     answerless: int  # good rows that need no answer: they have candidates or a `level` to play
-    lengths: Mapping[str, float]  # min, mean, median, p95, max in tokens; empty where not counted
-    histogram: tuple[tuple[int, int], ...]  # (tokens at most, a power of two; rows)
-    notes: tuple[str, ...] = ()  # what is likely a mistake, of rows that are good
+    lengths: Mapping[str, float]  # min, median, p95, max, mean in tokens; empty if not counted
+    histogram: tuple[tuple[int, int], ...]  # (upper bound in tokens, a power of two; number of rows)
+    notes: tuple[str, ...] = ()  # likely mistakes in good rows
     self_test: Any = None
-    # Good rows of train and val.
-    samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict, repr=False)
+    samples: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict, repr=False)  # good rows by split
 
     def to_json(self) -> str:
         named = asdict(replace(self, samples={}))
@@ -75,8 +73,8 @@ class Report:
 
 
 def run(config: Any, *, headers_only: bool = False, workers: int = 2, command: str | None = None) -> Report:
-    """Lengths are counted when the config names a model, rewards are tested when it names some.
-    Rows that `command` would refuse are bad, too; what else it would leave out is listed.
+    """Check the data sets of a config. Lengths are counted if it names a model, rewards are tested if it has some.
+    With `command`, rows that this command refuses count as bad, and rows that it leaves out are listed.
     """
     config = load_config(config)
     checks.check(config, "check-data")
@@ -96,7 +94,7 @@ def run(config: Any, *, headers_only: bool = False, workers: int = 2, command: s
 
 
 def _test_rewards(config: Config, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Whether the rewards of a config know right from wrong answers to the samples."""
+    """Test whether the rewards of a config tell right from wrong answers to the samples."""
     with Scorer(config.reward, prompt_format=config.prompt.format, max_tokens=config.rollout.max_tokens) as scorer:
         scorer.check_sources(sample.data_source for sample in samples)
         scorer.check_media(samples)
@@ -125,14 +123,14 @@ def check_data(
     headers_only: bool = False,
     workers: int = 2,
 ) -> Report:
-    """Read train and validation sets, with the tokens of a `family`, as `command` reads them: what
-    it refuses is bad, too. Without a family `length` counts the tokens of a sample, if given.
+    """Read train and validation sets as `command` does (rows that it refuses are bad), counting tokens with `family`,
+    or else with `length`, if given.
     """
     marks: Collection[str] = ()
     if family is not None:
         ask, marks = questions.prompt_builder(config), questions.marks_of(family)
         length = partial(_tokens, family, ask)
-    changes: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_fraction": 1.0}  # training would stop
+    changes: dict[str, Any] = {"on_bad_row": "quarantine", "max_bad_fraction": 1.0}  # never stop at a bad row
     if config.data.overlong == "error":
         changes["overlong"] = "drop"
     lenient = config.model_copy(update={"data": config.data.model_copy(update=changes)})
@@ -190,8 +188,8 @@ def _tokens(family: Family, ask: Callable[[Sample], Sample], sample: Sample) -> 
 
 
 def _read(command: str, split: str, sources: Sequence[DataSource], config: Config, family: Family) -> Dataset:
-    """The set as the command reads it, to train or to validate on. Samples are as in the file, though
-    the command words them otherwise.
+    """The rows that the command would use to train or validate. Samples are as in the file, not as the command would
+    word them.
     """
     from saccade.plugins.preferences import pairs
     from saccade.plugins.preferences.preference_losses import from_config
@@ -213,14 +211,14 @@ def _read(command: str, split: str, sources: Sequence[DataSource], config: Confi
 
 
 def _places(data: Dataset) -> Iterator[tuple[int, int]]:
-    """The source of each sample, and its row there."""
+    """Per sample (index of its source, number of its row there)."""
     for number, part in enumerate(data.parts):
         for index in range(part.start, part.stop):
             yield number, data.row_numbers[index]
 
 
 def _wordless(samples: Sequence[Sample]) -> str | None:
-    """Rows whose question is empty, or an image alone."""
+    """A note on rows whose question is empty or only an image; None if there are none."""
     found = [s for s in samples if not any(m.text.strip() for m in s.messages if m.role == "user")]
     if not found:
         return None
@@ -232,7 +230,7 @@ def _wordless(samples: Sequence[Sample]) -> str | None:
 
 
 def _broken(every_image: Mapping[Any, Media], workers: int) -> dict[Any, str]:
-    """Reasons by image. Threads suffice, as Pillow decodes without holding the interpreter."""
+    """Decode every image; returns the reasons of those that fail. Threads suffice, as Pillow releases the GIL."""
 
     def reason(media: Media) -> str | None:
         try:
@@ -251,11 +249,11 @@ def _problem(sample: Sample, broken: Mapping[Any, str]) -> str | None:
     return next((broken[key] for key in keys if key in broken), None)
 
 
-# -- lengths ---------------------------------------------------------------------------------------
+# -- good rows -------------------------------------------------------------------------------------
 
 
 def write_fixed(report: Report, path: Path) -> list[Path]:
-    """The good rows as canonical JSONL; train and val together give NAME.train.jsonl …."""
+    """Write the good rows as canonical JSONL; returns the paths: `path`, or NAME.train.jsonl and NAME.val.jsonl."""
     paths = []
     for split, samples in report.samples.items():
         target = path if len(report.samples) == 1 else path.with_name(f"{path.stem}.{split}{path.suffix}")
@@ -268,7 +266,7 @@ def write_fixed(report: Report, path: Path) -> list[Path]:
 
 
 def show(config: Config, *, fix: Path | None = None, out: Path | None = None, **options: Any) -> None:
-    """`fix`: where the good rows go; `out`: the whole report as JSON; `options` of `run`."""
+    """The command. `fix`: file for the good rows; `out`: file for the report as JSON; `options`: those of `run`."""
     if fix is not None and fix.exists():
         raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")
     for option, path in (("--fix", fix), ("--out", out)):
@@ -281,7 +279,7 @@ def show(config: Config, *, fix: Path | None = None, out: Path | None = None, **
     fixed: list[Path] = []
     try:
         fixed = write_fixed(report, fix) if fix is not None else []
-    finally:  # whether or not it can be written
+    finally:  # print the report even if writing fails
         print_report(report)
     written = [*fixed, *filter(None, [out])]
     wrote = f"; wrote {', '.join(map(str, written))}" if written else ""
@@ -328,11 +326,11 @@ def print_report(report: Report) -> None:
         print(f"  and {len(listed) - LISTED} more; --out FILE lists all")
     firsts = {row.reason: row for row in reversed(report.left_out)}
     for reason, count in Counter(row.reason for row in report.left_out).items():
-        print(f"  {count} left out, first {firsts[reason]}")  # good rows, so the first stands for all of them
+        print(f"  {count} left out, first {firsts[reason]}")  # these rows are good, so one example suffices
 
 
 def refuse_data(report: Report, config: Config, fixed: Path | None) -> None:
-    """Where training would stop."""
+    """Raise an error if training would stop because of the data."""
     if not report.acceptable:
         limit = f"data.max_bad_fraction is {config.data.max_bad_fraction:g}"
         helps = f"the good ones are in {fixed}" if fixed else "fix them, or use --fix FILE"

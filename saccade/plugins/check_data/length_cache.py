@@ -1,8 +1,7 @@
-"""Token lengths of rows, remembered between runs: start-up renders a row once, then never again.
+"""A cache of token lengths on disk, so that later runs do not render every row again at start-up.
 
-A length depends on the messages, on the sizes and pixel budgets of their images, and on what
-renders them (family, tokenizer, template); all of these are in the key, so a stale entry cannot be
-read.
+A length depends on the messages, on the sizes and pixel budgets of their images, and on family, tokenizer
+and template; all of these are in the key, so entries never become stale.
 
     with cached_lengths(config, family, "prompt", ask, family.render) as length:
         datasets.load(sources, config.data, length=length)
@@ -31,11 +30,11 @@ def cached_lengths(
     ask: Callable[[Sample], Sample],
     render: Callable[[Sequence[Message]], Sized],
 ) -> Iterator[Length]:
-    """`ask` words a row as the model reads it, `render` (named by `kind`) makes its tokens."""
+    """Yields a cached length function. `ask` words a row; `render`, named by `kind`, turns messages into tokens."""
     path = Path(config.run.out) / ".cache" / f"{kind}-lengths-{renderer(family)}.json"
     lengths: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
     before = len(lengths)
-    untried = family.series is not None  # the first row with media tries the encoder out
+    untried = family.series is not None  # render the first row with media even if cached: checks its encoder
 
     def length(sample: Sample) -> int:
         nonlocal untried
@@ -52,7 +51,7 @@ def cached_lengths(
 
 
 def renderer(family: Family) -> str:
-    """A name for how messages become tokens."""
+    """A digest of everything that determines how messages become tokens."""
     tokenizer = Path(family.path) / "tokenizer.json"
     digest = hashlib.blake2b(digest_size=12)
     digest.update(f"{family.name}\0{family.chat.template}\0".encode())

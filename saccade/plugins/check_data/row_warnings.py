@@ -1,4 +1,4 @@
-"""What is likely a mistake about rows and rewards as a whole, and nothing to stop for."""
+"""Warnings about rows and rewards as a whole: likely mistakes that do not stop a run."""
 
 import logging
 from collections import Counter
@@ -14,8 +14,8 @@ from saccade.types import Sample
 
 log = logging.getLogger(__name__)
 
-READ = 256  # rows whose words are looked up
-MATERIAL = 0.01  # share of unknown tokens that is worth a word
+READ = 256  # rows whose words are looked up in the tokenizer
+MATERIAL = 0.01  # share of unknown tokens from which on a warning is given
 
 
 def warn_of_rewards(scorer: Scorer | None, sets: Iterable[Dataset], *, shared: bool = True) -> None:
@@ -25,8 +25,8 @@ def warn_of_rewards(scorer: Scorer | None, sets: Iterable[Dataset], *, shared: b
 
 
 def unused_rewards(scorer: Scorer, there: set[str], *, shared: bool = True) -> list[str]:
-    """Warnings of recipes that no row asks for; `shared`: also of that for all others, which an
-    evaluation of other sets may well not need.
+    """Warnings about rewards of sources that no row of `there` has. `shared`: also about reward.terms or reward.preset
+    if every source has its own rewards; evaluation turns this off, as its sets may differ.
     """
     named = scorer.config.by_source.keys() - {"default"}
     idle, sources = ", ".join(sorted(named - there)), ", ".join(sorted(there))
@@ -39,8 +39,8 @@ def unused_rewards(scorer: Scorer, there: set[str], *, shared: bool = True) -> l
 
 
 def warnings_of(scorer: Scorer, samples: Sequence[Sample], *, shared: bool = True) -> list[str]:
-    """Rewards of sources that no row has: most likely the name is misspelt; rewards that score
-    none. And rows that have nothing to compare an answer with, where a built-in term does.
+    """Warnings about rewards that score no row (a source's name may be misspelt), and about rows without a gold
+    answer whose outcome term is a built-in that compares with one.
     """
     unused = unused_rewards(scorer, {sample.data_source for sample in samples}, shared=shared)
     terms: Counter[str] = Counter()
@@ -60,7 +60,7 @@ def warnings_of(scorer: Scorer, samples: Sequence[Sample], *, shared: bool = Tru
 
 
 def unused_prompts(prompt: PromptConfig, samples: Iterable[Sample]) -> list[str]:
-    """Warnings of prompts of sources that no row has."""
+    """Warnings about prompts of sources that no row has."""
     there = {sample.data_source for sample in samples}
     idle = {name: value.keys() - there - {"default"} for name, value in prompt if isinstance(value, dict)}
     there_is = f"there is {', '.join(sorted(there))}"
@@ -87,8 +87,8 @@ def warn_of_rows(config: Config, family: Family, stream: Stream, held: Collectio
 
 
 def unknown_words(family: Family, samples: Sequence[Sample]) -> tuple[str, str] | None:
-    """What to say where a tokenizer does not know the words of the rows, of which some are read,
-    and what to do.
+    """Returns (problem, fix) if the tokenizer maps more than MATERIAL of the tokens to its unknown token; about READ
+    rows are looked at.
     """
     unknown, found, total, example = family.chat.unknown, 0, 0, ""
     if unknown is None:

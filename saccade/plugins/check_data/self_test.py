@@ -1,9 +1,9 @@
-"""Does the reward know right from wrong? Asked before step 1, of rows whose answer is known.
+"""Self-test of the rewards before step 1: do they tell known right answers from known wrong ones?
 
-On the raw outcome only: the gold, written in the response format, must score the maximum; an
-empty response and the gold of a row with another answer must score the minimum, and few of them
-may be abstained from. Of other terms only those count that fail most of the time. A judge may err
-on a few: two golds that differ may mean the same.
+Tests the raw outcome term: the gold answer, written in the response format, must score the maximum; an
+empty response and the gold of a row with another answer must score the minimum, with few abstentions.
+Other terms fail the test only if they raise errors most of the time. A judge may err on a few responses,
+as two different golds may mean the same.
 """
 
 import logging
@@ -24,12 +24,12 @@ from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS, LATE, VERIFIERS, has_gold, split_name
 from saccade.types import Sample
 
-SHOWN = 5
-HANGS = 3  # timeouts or crashes, after which nobody waits for more
-CLOSE = 1e-6  # boxes are rounded on their way through frames
-SHARED = 0.5  # of the golds of other rows, where a place or a word can be right for several rows
+SHOWN = 5  # most failures that a message lists
+HANGS = 3  # timeouts or crashes after which the test ends
+CLOSE = 1e-6  # tolerance of scores: boxes are rounded when they are converted between coordinate frames
+SHARED = 0.5  # tolerated share of foreign golds for a graded verifier: a box or word may fit several rows
 MISJUDGED = 0.1  # share of known answers that a judge may get wrong
-MOST = 0.5  # share of responses that may go without a verdict, or without a value of another term
+MOST = 0.5  # tolerated share of foreign golds with abstention, and of responses on which another term fails
 
 Mode = Literal["strict", "warn"]
 Kind = Literal["gold", "empty", "foreign"]
@@ -37,7 +37,7 @@ Kind = Literal["gold", "empty", "foreign"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A response that is known to be right or wrong, and what it scored."""
+    """A response that is known to be right or wrong, and its score."""
 
     kind: Kind
     sample: RewardSample
@@ -55,11 +55,11 @@ class Case:
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     verifier: str
-    case: Case  # the first of them
+    case: Case  # the first failing case
     text: str
-    cases: int = 1
-    broken: bool = False  # no value and no abstention: it raised, hung, or returned no number
-    advised: bool = False  # the text says what would work
+    cases: int = 1  # number of failing cases
+    broken: bool = False  # the verifier raised, timed out, or returned no number
+    advised: bool = False  # the text says how to fix it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class SelfTest:
     rows: int  # rows that were tested
     failures: tuple[Failure, ...] = ()
     skipped: tuple[str, ...] = ()  # outcome terms that no row could test, and why
-    ended: str = ""  # which function hung too often to be tested to the end
-    format: str = ""  # in which golds were written
+    ended: str = ""  # why the test was stopped early; empty: it was not
+    format: str = ""  # the response format of the golds
 
 
 Asked = tuple[Kind, RewardSample, RewardRecipe]  # a case without its score
@@ -77,8 +77,8 @@ Cases = Sequence[Case]
 
 
 def self_test(scorer: Scorer, samples: Sequence[Sample], *, format: str, count: int = 32) -> SelfTest:
-    """Test the outcome term on up to `count` rows of each data source. Where the user's words ask
-    for an answer (prompt.format=none), a function of theirs may read the bare one, or tags.
+    """Test the outcome term on up to `count` rows of each data source. With prompt.format=none the format is unknown:
+    a user's function passes if it reads golds that are bare or in tags.
     """
     result = _test(scorer, samples, format, count, tagged=set())
     failed = {f.verifier for f in result.failures if f.case.kind == "gold" and not f.broken}
@@ -95,7 +95,7 @@ def check_known_answers(scorer: Scorer, samples: Sequence[Sample], *, prompt: Pr
 
 
 def known_answers_by_format(scorer: Scorer, samples: Sequence[Sample], prompt: PromptConfig) -> Iterator[SelfTest]:
-    """A test for each format that data sources have."""
+    """One test per response format that the data sources have."""
     formats: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         formats[str(prompt.of(sample.data_source).format)].append(sample)
@@ -104,7 +104,7 @@ def known_answers_by_format(scorer: Scorer, samples: Sequence[Sample], prompt: P
 
 
 def require(result: SelfTest, mode: Mode) -> None:
-    """Stop or warn when the test has failed."""
+    """If the test failed, raise SelfTestError (`strict`) or log a warning."""
     if result.passed:
         return
     shown = "\n".join(f"  {failure.text}" for failure in result.failures[:SHOWN])
@@ -171,7 +171,7 @@ def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *,
 
 
 def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Callable[[str], str]) -> Iterator[Asked]:
-    """`texts` are the golds of all rows, that of this one first."""
+    """The cases of a row. `texts`: the golds of all rows, starting with this row's."""
     gold = texts[0]
     responses: dict[Kind, str] = {"gold": render(gold), "empty": ""}
     golds = {gold, *(row.answer if isinstance(row.answer, tuple) else ())}
@@ -180,7 +180,7 @@ def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Call
         for text in dict.fromkeys(texts)
         if not any(text.casefold() == own.casefold() or equivalent(text, own, formulas=False) for own in golds)
     ]
-    if foreign:  # the one far away: some verifiers have a tolerance
+    if foreign:  # the most distant one, as some verifiers have a tolerance
         responses["foreign"] = render(max(foreign, key=lambda text: _distance(text, gold)))
     for kind, response in responses.items():
         length = len(response.split())
@@ -188,7 +188,7 @@ def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Call
 
 
 def _gold(sample: Sample, term: Term) -> str:
-    """A list of answers is alternatives, unless the verifier knows better."""
+    """A right answer to a row; of a list the first, unless the verifier builds one from it (`right`)."""
     verifier, seen = VERIFIERS.get(term.verifier), reward_sample(sample, "")
     if verifier and not has_gold(verifier, seen, term.args):
         return ""
@@ -205,8 +205,8 @@ def _distance(text: str, gold: str) -> float:
 
 
 def _scored(scorer: Scorer, asked: Sequence[Asked]) -> tuple[list[Case], str]:
-    """The cases, and why some are missing. Those of a function of the user come first, more and more
-    at a time: one that hangs shall not take minutes.
+    """Score the cases; returns (cases, why some are missing). Users' functions come first, in batches that double, so
+    that a function that hangs is noticed early.
     """
 
     def users(recipe: RewardRecipe) -> bool:
@@ -225,11 +225,11 @@ def _scored(scorer: Scorer, asked: Sequence[Asked]) -> tuple[list[Case], str]:
     return cases, ""
 
 
-# -- what is wrong with their scores ---------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 
 def _failures(cases: Cases, format: str) -> list[Failure]:
-    """Once for all rows where there is no value, row by row where it is the wrong one."""
+    """All failures: one per verifier for errors and abstentions, one per row for wrong scores."""
     by_verifier: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         by_verifier[case.term.verifier].append(case)
@@ -249,7 +249,7 @@ def _called(verifier: str) -> str:
 
 
 def _broken(cases: Cases) -> list[Failure]:
-    """Terms that gave an error: the outcome on any response, others on most."""
+    """Terms with errors: outcome terms with any (judges: more than MISJUDGED), other terms with more than MOST."""
     found: dict[tuple[str, str], list[tuple[Case, str]]] = defaultdict(list)
     rows: dict[str, set[str]] = defaultdict(set)
     for case in cases:
@@ -278,7 +278,7 @@ def _broken(cases: Cases) -> list[Failure]:
 
 
 def _unread(verifier: str, cases: Cases) -> list[Failure]:
-    """Too many abstentions, from the gold or from a wrong answer, say nothing of either."""
+    """A failure if the verifier abstains too often from golds or from wrong answers."""
     silent = [case for case in cases if case.scored.outcome is None and case.scored.status != "error"]
     asked, lost = (Counter(case.kind for case in some) for some in (cases, silent))
     tolerated = MISJUDGED if cases[0].term.judged else 0.0
@@ -300,7 +300,7 @@ def _unread(verifier: str, cases: Cases) -> list[Failure]:
 
 
 def _fitting(verifier: str, golds: Sequence[str]) -> str:
-    """What would read these golds."""
+    """Advice: a verifier or format that fits these golds."""
     numbers = [single_number(gold) is not None for gold in golds]
     if verifier in ("iou", "point"):
         return "write them as boxes, such as [10, 20, 50, 80]"
@@ -315,7 +315,7 @@ def _fitting(verifier: str, golds: Sequence[str]) -> str:
 def _misjudged(verifier: str, cases: Cases, format: str) -> list[Failure]:
     values = [case.scored.outcome for case in cases if case.scored.outcome is not None]
     low, high = 0.0, 1.0
-    if split_name(verifier) is not None:  # we know only what it has returned
+    if split_name(verifier) is not None:  # the range of a user's function is unknown: use the values it returned
         low, high = min(values), max(values)
     if low == high:
         text = f"{_called(verifier)} scores {low:g} for all {len(values)} responses, right or wrong"
@@ -324,7 +324,7 @@ def _misjudged(verifier: str, cases: Cases, format: str) -> list[Failure]:
     for kind in get_args(Kind):
         asked = [case for case in cases if case.kind == kind]
         wanted = high if kind == "gold" else low
-        partly = kind == "foreign" and known is not None and known.graded  # it must only fall short of the best
+        partly = kind == "foreign" and known is not None and known.graded  # then any score below the best passes
         tolerated = SHARED if partly else MISJUDGED if cases[0].term.judged else 0.0
         how = f" (as prompt.format={format} has it)" if kind == "gold" else ""
         wrong = []

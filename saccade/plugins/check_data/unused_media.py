@@ -1,4 +1,4 @@
-"""Columns that hold media and that nobody reads: a model would be trained blind.
+"""Finds columns with media that the format does not read: the model would be trained without its images.
 
 >>> unread_media([{"question": "How many?", "photo": "a.jpg"}], qa, {})
 ('photo', 'images')
@@ -16,17 +16,17 @@ from saccade.data.formats import FOR_REWARDS, Format, columns_of
 from saccade.errors import DataError
 from saccade.media.image_files import OTHER_MEDIA
 
-# How a file begins, and how the name of one ends.
+# First bytes of files, and endings of file names.
 IMAGE = re.compile(rb"\x89PNG|\xff\xd8\xff|GIF8|RIFF.{4}WEBP|BM|II\*\0|MM\0\*|.{4}ftypavif", re.DOTALL)
 BEGINNINGS = {"image": IMAGE, **OTHER_MEDIA}
 ENDINGS = {"image": "png|jpe?g|webp|gif|bmp|tiff?", "video": "mp4|webm|mov|avi|mkv", "audio": "wav|mp3|flac|ogg|m4a"}
 NAMES = {kind: re.compile(rf"(?is)data:{kind}/|\S.{{0,1000}}\.(?:{end})\Z") for kind, end in ENDINGS.items()}
 ENCODED = "iVBORw0KGgo", "/9j/", "R0lGOD"  # images in base64
-REST = "extra"  # other columns of a row that saccade wrote: what they hold was decided then
+REST = "extra"  # further columns of a row that saccade wrote; its media were checked before
 
 
 def refuse_unread(path: str, rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]) -> None:
-    """Raises `DataError` with both ways out, of the set at `path`."""
+    """Raise DataError if the set at `path` has such a column; the message says how to use or to ignore it."""
     if found := unread_media(rows, format, keys):
         column, role = found
         key = f"data.keys.{role}"
@@ -38,8 +38,8 @@ def refuse_unread(path: str, rows: Iterable[Mapping[str, Any]], format: Format, 
 
 
 def unread_media(rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]) -> tuple[str, str] | None:
-    """The first such column and the role that would read it. A role that `keys` names, if only as
-    empty, is decided.
+    """Returns the first such (column, role that would read it). A role in `keys`, even with an empty value, counts as
+    decided by the user.
     """
     columns = columns_of(format, keys).values()
     read = {REST, *FOR_REWARDS, *(name for names in columns for name in names)}
@@ -56,10 +56,10 @@ def unread_media(rows: Iterable[Mapping[str, Any]], format: Format, keys: Mappin
 
 
 def _held(value: Any) -> Any:
-    """What a column holds, of a list its first item; None where that is nothing: some rows of a set
-    with images may be text.
+    """The value of a column, of a list its first item; None if it is empty, as some rows of a set with images may be
+    text only.
     """
-    if isinstance(value, str) and value.lstrip().startswith("["):  # as CSV files have lists
+    if isinstance(value, str) and value.lstrip().startswith("["):  # a list in a CSV cell
         with suppress(ValueError):
             value = json.loads(value)
     if isinstance(value, list | tuple):
@@ -70,7 +70,7 @@ def _held(value: Any) -> Any:
 
 
 def _role_of(value: Any) -> str | None:
-    """The kind of medium that `value` holds, if it is one."""
+    """The role (images, videos, audios) of the medium that `value` is, or None."""
     if isinstance(value, Mapping):
         return _role_of(value.get("bytes")) or _role_of(value.get("path"))
     if isinstance(value, Image.Image) or (isinstance(value, str) and value.startswith(ENCODED)):

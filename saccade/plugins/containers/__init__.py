@@ -1,1 +1,1 @@
-"""Data sets in folders, parquet and other tables."""
+"""Readers of data sets in folders, CSV, parquet, arrow and Python files."""

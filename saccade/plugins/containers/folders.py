@@ -1,6 +1,6 @@
-"""Containers of several files, or of code: folders, `.py` files, sets of the package datasets.
+"""Readers of data sets that are folders, `.py` files, or data sets of the package datasets.
 
-Each function takes an address and returns its rows and the folder that their paths start from.
+Each function takes an address and returns its rows and the folder that relative media paths refer to.
 
     >>> rows, folder = folder_rows(Address("images", split="train"))
 """
@@ -18,11 +18,11 @@ from saccade.plugins.containers.table_files import BATCH, in_parts
 from saccade.user_code import raised_at, user_module
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-SAVED = ("dataset_dict.json", "state.json")  # one of them is in a folder of `save_to_disk`
+SAVED = ("dataset_dict.json", "state.json")  # a folder written by `save_to_disk` has one of these
 
 
 def python_rows(address: Address) -> tuple[Iterator[Row], Path]:
-    """What its function load(split) returns."""
+    """The rows that the file's function load(split) returns."""
     path = Path(address.path)
     return _loaded(path, address.split or "train"), path.parent
 
@@ -40,7 +40,7 @@ def _loaded(path: Path, split: str) -> Iterator[Row]:
 
 
 def folder_rows(address: Address) -> tuple[Iterator[Row], Path]:
-    """A `save_to_disk` folder, an image folder with metadata, or data files named by split."""
+    """The rows of a `save_to_disk` folder, an image folder with metadata, or data files named by split."""
     path = Path(address.path)
     if address.config is not None:
         raise DataError(f"{path} is a folder and has no config {address.config!r}; name a subfolder with #DIR")
@@ -85,7 +85,7 @@ def hub_rows(address: Address) -> tuple[Iterator[Row], None]:
 
 
 def _set_rows(address: Address, folder: Path | None) -> Iterator[Row]:
-    """The rows of a folder that `save_to_disk` wrote, or of a set on the hub."""
+    """The rows of a folder written by `save_to_disk`, or of a data set on the Hugging Face Hub."""
     if importlib.util.find_spec("datasets") is None:
         raise EnvironmentProblem("this data set needs the package datasets: pip install datasets")
     import datasets
@@ -99,7 +99,7 @@ def _set_rows(address: Address, folder: Path | None) -> Iterator[Row]:
 
 
 def _one_split(loaded: Any, split: str | None, name: str) -> Any:
-    if not isinstance(loaded, dict):  # a single set
+    if not isinstance(loaded, dict):  # a Dataset, not a DatasetDict
         if split is not None:
             raise DataError(f"{name} has no splits, so no {split!r}")
         return loaded

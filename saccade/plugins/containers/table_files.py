@@ -1,6 +1,6 @@
-"""Tables as streams of rows: CSV, parquet, arrow.
+"""Reads tables as streams of rows: CSV, parquet, arrow.
 
-Images come out as they are stored: nothing is decoded, and never a whole table is in memory.
+Images stay encoded, and a table is never in memory as a whole.
 
     >>> next(csv_rows(Path("rows.csv")))
     {'question': '1+1?', 'answer': '2'}
@@ -16,8 +16,8 @@ from saccade.data.chats import RowError
 from saccade.data.sources import Row
 from saccade.errors import DataError
 
-BATCH = 256  # rows of a table that are in memory at once, or as many as BATCH_BYTES hold
-BATCH_BYTES = 8 << 20
+BATCH = 256  # most rows in memory at once
+BATCH_BYTES = 8 << 20  # most bytes of rows in memory at once (at least one row)
 
 
 def csv_rows(path: Path) -> Iterator[Row]:
@@ -25,7 +25,7 @@ def csv_rows(path: Path) -> Iterator[Row]:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             header = file.readline()
-            # A comma, unless only another sign cuts the header: spreadsheets write what their country does.
+            # Comma first; some locales' spreadsheets write semicolons or tabs.
             cells = {sign: next(csv.reader([header], delimiter=sign), []) for sign in (",", ";", "\t")}
             separator = next((sign for sign, found in cells.items() if len(found) > 1), ",")
             for row in csv.DictReader(chain([header], file), delimiter=separator):
@@ -44,7 +44,7 @@ def parquet_rows(path: Path) -> Iterator[Row]:
     from pyarrow import ArrowException, parquet
 
     try:
-        # Reading ahead would hold the whole file, and reading without a buffer a whole row group.
+        # With pre_buffer the whole file would be in memory, without buffer_size a whole row group.
         with parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:
             facts = file.metadata
             size = sum(facts.row_group(n).total_byte_size for n in range(facts.num_row_groups))
@@ -66,7 +66,7 @@ def arrow_rows(path: Path) -> Iterator[Row]:
                 batches = map(reader.get_batch, range(reader.num_record_batches))
             else:
                 batches = iter(pyarrow.ipc.open_stream(file))
-            for batch in batches:  # what is compressed is not in memory as a whole
+            for batch in batches:  # lazily, as compressed batches are decompressed into memory
                 yield from in_parts(batch)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: not an arrow file: {error}") from None
@@ -79,5 +79,5 @@ def in_parts(table: Any) -> Iterator[Row]:
 
 
 def _at_once(rows: int, size: int) -> int:
-    """How many rows of a table that has so many in so many bytes."""
+    """Number of rows to read at once from a table with `rows` rows in `size` bytes."""
     return max(1, min(BATCH, rows * BATCH_BYTES // max(1, size)))

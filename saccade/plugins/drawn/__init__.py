@@ -1,1 +1,1 @@
-"""Data sets that are drawn in place or asked of a model, and the `data` commands."""
+"""Synthetic data sets (drawn pictures, or written by a teacher model), and the `saccade data` commands."""

@@ -1,7 +1,7 @@
-"""Charts with questions: bars, rows, lines and pies of a few numbers with names.
+"""Charts with questions: bars, rows (horizontal bars), lines and pies of a few named numbers.
 
-A number is written at its mark, or is a whole number of ticks. Other splits than `same` hold what a model that learned
-from `same` has not seen: more marks, or a dark page in other colours.
+A number is written at its mark (bar, point or slice), or is a multiple of the tick. Splits other than `same` test
+generalisation of a model that was trained on `same`: more marks, or a dark page in other colours.
 
     drawn = draw_chart_row(Random(0), 0, split="same", kinds=("value",), side=224)
 """
@@ -18,7 +18,7 @@ from saccade.plugins.drawn.drawn_sets import Drawing
 from saccade.plugins.drawn.text_pages import Font, font_of
 
 Colour = tuple[int, int, int]
-FINE = 2  # pixels along a side that make one of the picture
+FINE = 2  # supersampling per axis
 NAMES = (
     ("apples", "pears", "plums", "figs", "limes", "dates", "kiwis"),
     ("cats", "dogs", "birds", "fish", "mice", "cows", "pigs"),
@@ -63,9 +63,9 @@ class Chart(NamedTuple):
     title: str
     names: Sequence[str]
     values: Sequence[int]
-    top: int  # of the axis
+    top: int  # highest value of the axis
     tick: int
-    written: bool  # numbers stand at their marks
+    written: bool  # whether numbers are written at their marks
 
 
 def draw_chart_row(rng: Random, index: int, *, split: str, kinds: Sequence[str], side: int) -> Drawing:
@@ -104,7 +104,7 @@ class Page(NamedTuple):
     side: int
     look: Look
     colours: Sequence[Colour]
-    lined: bool  # ticks go across
+    lined: bool  # ticks are grid lines across the chart
 
 
 def _upright(page: Page, chart: Chart, joined: bool) -> None:
@@ -135,7 +135,7 @@ def _upright(page: Page, chart: Chart, joined: bool) -> None:
 def _rows(page: Page, chart: Chart) -> None:
     pen, side, ink = page.pen, page.side, page.look.ink
     left, top, bottom = 0.2 * side, 0.13 * side, 0.9 * side
-    right = min(0.92 * side, side - page.font.getlength(f" {chart.top} "))  # the longest bar has its number inside
+    right = min(0.92 * side, side - page.font.getlength(f" {chart.top} "))  # room for the number of the longest bar
     for value in range(0, chart.top + 1, chart.tick):
         x = left + (right - left) * value / chart.top
         pen.line((x, top if page.lined else bottom - 6, x, bottom), (150, 150, 150) if page.lined else ink, 1)
@@ -151,7 +151,7 @@ def _rows(page: Page, chart: Chart) -> None:
 
 
 def _pie(page: Page, chart: Chart) -> None:
-    """Names and numbers stand beside it, in the order of the slices."""
+    """A pie with a legend of names and numbers, in the order of the slices."""
     pen, side = page.pen, page.side
     box, angle = (0.04 * side, 0.2 * side, 0.6 * side, 0.76 * side), -90.0
     step = min(0.1 * side, 0.76 * side / len(chart.names))
@@ -205,7 +205,7 @@ def _count(rng: Random, chart: Chart) -> Asked:
 
 
 def _describe(rng: Random, chart: Chart) -> Asked:
-    """Not verifiable: for alignment."""
+    """All names and values, for alignment training; no verifier can check it."""
     said = ", ".join(f"{name} {value}" for name, value in zip(chart.names, chart.values, strict=True))
     return "What does the chart show?", f"{chart.title}: {said}"
 

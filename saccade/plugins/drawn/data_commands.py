@@ -35,7 +35,7 @@ Fonts = Annotated[
     typer.Option("--font", metavar="FILE", help="Of these one is drawn for each row.", show_default=False),
 ]
 Kinds = Annotated[list[str] | None, typer.Option("--kind", help="Of questions; may be repeated.", show_default=False)]
-ALIGNING = "describe"  # a kind that nothing verifies; only where it is asked for
+ALIGNING = "describe"  # a kind that no verifier can check; drawn only if --kind names it
 
 
 group = typer.Typer(help="Make data sets.", no_args_is_help=True)
@@ -79,7 +79,7 @@ def coldstart(
     mistakes: Annotated[float, typer.Option(help="Share of wrong calls of the searcher.", min=0, max=1)] = 0.05,
     verifier: Annotated[str | None, typer.Option(help="Keep what this verifier calls right.")] = None,
 ) -> None:
-    """Multi-turn conversations for `saccade sft`, as the environment answers in RL."""
+    """Multi-turn conversations for `saccade sft`, with the observations that the environment gives in RL."""
     from saccade.plugins.visual_search.coldstart import run
 
     counts = run(read_config(arguments), source, out, turns=turns, mistakes=mistakes, verifier=verifier)
@@ -88,14 +88,14 @@ def coldstart(
 
 
 def write(command: str, draw: Callable[..., Any], *, file: Path, options: Mapping[str, Any], **plan: Any) -> None:
-    """Draw rows with the options of a command, and say what was written."""
+    """Draw rows with the options of a command, and print what was written."""
     from saccade.plugins.drawn.drawn_sets import Plan, write_set
 
     print(write_set(draw, Plan(command=command, file=file, options=options, **plan)))
 
 
 def chosen(flag: str, wanted: Sequence[str] | None, known: Collection[str]) -> tuple[str, ...]:
-    """The names of an option, or all but those that nothing verifies."""
+    """The names given to an option, by default all that a verifier can check; refuses unknown names."""
     for one in wanted or ():
         if one not in known:
             raise ConfigError(f"{flag} {one}: expected one of {', '.join(known)}")
@@ -103,7 +103,7 @@ def chosen(flag: str, wanted: Sequence[str] | None, known: Collection[str]) -> t
 
 
 def asked_about(name: str, kind_of_picture: str, does: str, smallest: int = 64) -> None:
-    """Register a command that draws pictures of one kind with questions about them."""
+    """Register a command that draws pictures of one kind with questions; `does` is its help text."""
 
     def run(
         file: File,
@@ -142,7 +142,7 @@ asked_about(
 
     Splits other than `same`. more: 7 to 10 marks, not 3 to 5; style: dark pages in other colours.
     """,
-    smallest=192,  # where names beside each other still do not touch
+    smallest=192,  # in smaller pictures, neighbouring names would touch
 )
 asked_about(
     "diagrams",
@@ -190,9 +190,9 @@ def text_pictures(
     seed: Seed = 0,
     reply: Reply = "",
 ) -> None:
-    """The questions of a text set as pictures, options included; answers stay as they are.
+    """Pictures of the questions of a text set, options included; an answer that is an option becomes its letter.
 
-    A row with a character that its font lacks, or that fills more than a page, is left out and listed.
+    Rows with a character that the font lacks, or that fill more than a page, are left out and listed.
     """
     from saccade.config import DataSource
     from saccade.data import datasets
@@ -216,7 +216,7 @@ def sokoban(
     seed: Seed = 0,
     workers: Workers = 1,
 ) -> None:
-    """Levels of Sokoban that can be solved, with their pictures and a solution."""
+    """Solvable levels of Sokoban, with pictures and a shortest solution."""
     from saccade.plugins.drawn.sokoban_levels import draw_sokoban_row
 
     draw = partial(draw_sokoban_row, cells=cells, boxes=boxes, side=side)
@@ -242,7 +242,7 @@ def distill(
         str, typer.Option(metavar="COLUMN", help="What the teacher reads instead of pictures, such as description.")
     ] = "",
 ) -> None:
-    """The right answers of a teacher as rows for `saccade sft`; generate.n answers a question."""
+    """Correct answers of a teacher model as rows for `saccade sft`; generate.n answers per question."""
     counts = import_module("saccade.plugins.drawn.taught_sets").distil(
         read_config(arguments, "generate"), source, out, describe
     )
@@ -255,7 +255,7 @@ def rewrite(
     out: Out,
     arguments: Asking = None,
 ) -> None:
-    """Questions with free answers become ones that a rule can check, as a model words them."""
+    """Let a model rewrite questions with free answers so that a rule can check the answer."""
     counts = import_module("saccade.plugins.drawn.taught_sets").rewrite(read_config(arguments, "generate"), source, out)
     aside = ", ".join(f"{count} {reason}" for reason, count in counts.items() if count and reason != "rewritten")
     print(f"wrote {out / 'train.jsonl'}: {counts['rewritten']} rows; left out: {aside or 0}")

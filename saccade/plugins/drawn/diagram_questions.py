@@ -1,4 +1,4 @@
-"""Diagrams with questions: named boxes, and arrows between them that pass no other box.
+"""Diagrams with questions: named boxes, and arrows between them that cross no other box.
 
 drawn = draw_diagram_row(Random(0), 0, split="same", kinds=("next",), side=224)
 """
@@ -17,12 +17,12 @@ from saccade.plugins.drawn.text_pages import font_of
 OUTLINES = ("square", "circle", "diamond")
 FILLS = ((255, 255, 255), (226, 236, 250), (252, 236, 214), (228, 244, 224))
 INK = (25, 25, 25)
-HALF = 0.085  # of a box, as a share of the picture's side
-CELLS = 3  # along a side
-TRIES = 2000  # diagrams for one question
-DIAGRAM_SPLITS: Mapping[str, tuple[int, int]] = {"same": (3, 5), "more": (6, 8)}  # how many boxes
+HALF = 0.085  # half the side of a box, as a share of the picture's side
+CELLS = 3  # grid cells per side, with at most one box each
+TRIES = 2000  # diagrams drawn until one fits the question
+DIAGRAM_SPLITS: Mapping[str, tuple[int, int]] = {"same": (3, 5), "more": (6, 8)}  # fewest and most boxes
 
-Arrow = tuple[int, int]  # from a box to another
+Arrow = tuple[int, int]  # (from, to), indices of boxes
 
 
 class Diagram(NamedTuple):
@@ -61,7 +61,7 @@ def _diagram(rng: Random, count: int) -> Diagram:
 
 
 def _is_clear(places: Sequence[tuple[float, float]], a: int, b: int) -> bool:
-    """Whether the line between two boxes stays away from the others."""
+    """Whether the line between boxes `a` and `b` crosses no other box."""
     (x0, y0), (x1, y1) = places[a], places[b]
     length = math.hypot(x1 - x0, y1 - y0)
     for n, (x, y) in enumerate(places):
@@ -84,7 +84,7 @@ def _picture(rng: Random, diagram: Diagram, side: int) -> Image.Image:
     for a, b in diagram.arrows:
         (x0, y0), (x1, y1) = places[a], places[b]
         angle = math.atan2(y1 - y0, x1 - x0)
-        # Both ends stand clear of any outline: the corner of a square is the furthest.
+        # The arrow starts and ends just outside the outlines.
         starts, ends = _reach(diagram.outlines[a], angle) * half, _reach(diagram.outlines[b], angle) * half
         tip = (x1 - ends * math.cos(angle), y1 - ends * math.sin(angle))
         pen.line((x0 + starts * math.cos(angle), y0 + starts * math.sin(angle), *tip), INK, width)
@@ -106,7 +106,7 @@ def _picture(rng: Random, diagram: Diagram, side: int) -> Image.Image:
 
 
 def _reach(outline: str, angle: float) -> float:
-    """From the middle of a box to its outline in that direction, and a little further, in halves of a box."""
+    """Distance from the centre of a box to just outside its outline at `angle`, in units of half a box."""
     across, down = abs(math.cos(angle)), abs(math.sin(angle))
     return {"circle": 1.0, "square": 1 / max(across, down), "diamond": 1 / (across + down)}[outline] + 0.08
 
@@ -139,7 +139,7 @@ def _reachable(rng: Random, diagram: Diagram) -> Asked:
         new = {b for a, b in diagram.arrows if a == here} - seen
         seen |= new
         waiting += new
-    if (start, end) in diagram.arrows:  # which `exist` asks
+    if (start, end) in diagram.arrows:  # the same as a question of `exist`
         return None
     words = f"Can you get from {diagram.names[start]} to {diagram.names[end]} along the arrows?"
     return words, "yes" if end in seen else "no"

@@ -1,6 +1,6 @@
-"""Writes a drawn data set: NAME.jsonl, its pictures, and NAME.md, a card that says how to draw it again.
+"""Writes a drawn data set: NAME.jsonl, its pictures, and NAME.md, a card with the command that reproduces it.
 
-A row depends on the seed and its number alone, so several processes draw the same set as one does.
+A row depends only on the seed and its index, so the number of worker processes does not change the set.
 
     write_set(partial(draw_scene_row, split="same", …), Plan(command="scenes", file=Path("scenes/train.jsonl")))
 """
@@ -30,12 +30,12 @@ from saccade.system.disk import require_writable
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 64  # rows that a process is given
-NAMED = 5  # rows that were left out and are listed
+AT_ONCE = 64  # rows per task of a worker process
+NAMED = 5  # most left-out rows that are listed
 
 
 class Drawing(NamedTuple):
-    """A picture and a question about it; `more` are further columns of the row, or another `id` and `data_source`."""
+    """A picture and a question about it. `more`: further columns of the row; it may replace `id` and `data_source`."""
 
     picture: Image.Image
     question: str
@@ -45,24 +45,24 @@ class Drawing(NamedTuple):
 
 
 class Unfit(ValueError):
-    """Why a row cannot be drawn."""
+    """A row cannot be drawn; the message is the reason."""
 
 
-Draw = Callable[[Random, int], Drawing]  # of the chance of a row and its number
+Draw = Callable[[Random, int], Drawing]  # (random generator of the row, index of the row)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to write besides drawings."""
+    """Which file to write, how many rows, and what its card says."""
 
     command: str  # also the data_source of rows
     file: Path
     rows: int
     seed: int = 0
-    source: Sequence[str] = ()  # a file whose rows are drawn, and options by which it is read
-    reply: str = ""  # of the assistant, with {answer}; empty: rows are questions
+    source: Sequence[str] = ()  # the file whose rows are drawn, then the config arguments for reading it
+    reply: str = ""  # template of an assistant turn, with {answer}; empty: rows are questions only
     workers: int = 1
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the command, for the card
+    options: Mapping[str, Any] = field(default_factory=dict)  # options of the command, for the card
 
     @property
     def folder(self) -> Path:
@@ -70,7 +70,7 @@ class Plan:
 
 
 def write_set(draw: Draw, plan: Plan) -> str:
-    """What was written, in a line."""
+    """Draw and write the rows, the pictures and the card; returns a one-line summary."""
     path = plan.file
     if path.suffix != ".jsonl":
         named = path / "train.jsonl" if path.is_dir() else path.with_suffix(".jsonl")
@@ -110,7 +110,7 @@ def write_set(draw: Draw, plan: Plan) -> str:
 
 
 def _draw_row(draw: Draw, plan: Plan, index: int) -> tuple[dict[str, Any], str]:
-    """The row and the digest of its picture, which is written; or nothing and the reason."""
+    """Draw a row and write its picture. Returns (row, digest of the picture), or ({}, reason) if it is unfit."""
     try:
         drawn = draw(Random(f"{plan.command}/{plan.seed}/{index}"), index)
     except Unfit as error:

@@ -1,7 +1,7 @@
-"""Questions about drawn scenes of solids, as CLEVR asks them: how many, is there, more or fewer, what is it, where.
+"""Drawn scenes of solids with questions as in CLEVR: count, exist, compare, attribute, relation, describe.
 
-Yes and no are equally frequent, and so is each number. Other splits than `same` hold what a model that learned from
-`same` has not seen: more objects, new colours, new backgrounds, another renderer.
+Yes and no are equally frequent, and so is each number. Splits other than `same` test generalisation of a model that
+was trained on `same`: more objects, new colours, new backgrounds, another renderer.
 
     drawn = draw_scene_row(Random(0), 0, split="same", kinds=("count",), side=224)
     drawn.question, drawn.answer
@@ -16,19 +16,19 @@ from saccade.plugins.drawn.drawn_sets import Drawing
 from saccade.plugins.drawn.solids import BACKGROUNDS, MATERIALS, SHAPES, SIZES, Solid, draw_solids
 from saccade.plugins.quickstart.counting import TRAINING_COLOURS, UNSEEN_COLOURS
 
-GAP = 0.015  # between two solids, and
-MARGIN = 0.06  # how much further left or higher one must be to be called so, as shares of the side
-TRIES = 2000  # scenes for one question
-WORDS = ("size", "colour", "material", "shape")  # in their order before a noun
-SIDES: Mapping[str, Callable[[Solid], float]] = {  # the smaller, the further there
+GAP = 0.015  # least distance between two solids; this and the next are shares of the picture's side
+MARGIN = 0.06  # least difference in position for a question about left, right, above or below
+TRIES = 2000  # scenes drawn until one fits the question
+WORDS = ("size", "colour", "material", "shape")  # in their order in a noun phrase
+SIDES: Mapping[str, Callable[[Solid], float]] = {  # sort key: the smaller, the further in that direction
     "left of": lambda one: one.x,
     "right of": lambda one: -one.x,
     "above": lambda one: one.y,
     "below": lambda one: -one.y,
 }
 MOST = {"left of": "leftmost", "right of": "rightmost", "above": "topmost", "below": "lowest"}
-Wanted = Mapping[str, str]  # word → value
-Asked = tuple[str, str] | None  # question and answer, where a scene allows one
+Wanted = Mapping[str, str]  # description of a solid: word of WORDS → value
+Asked = tuple[str, str] | None  # question and answer; None if the scene allows none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def place_solids(rng: Random, about: SceneSplit) -> list[Solid]:
 
 
 def described(solids: Sequence[Solid]) -> str:
-    """The scene in words, for a teacher that reads text; places in percent from the left and from the top."""
+    """The scene in words, for a teacher that reads text only; positions in percent from the left and the top."""
     return "; ".join(f"a {_named(_words(one))} at ({one.x:.0%}, {one.y:.0%})" for one in solids)
 
 
@@ -108,7 +108,7 @@ def _those(wanted: Wanted, solids: Sequence[Solid]) -> list[Solid]:
 
 
 def _draw_wanted(rng: Random, solids: Sequence[Solid], about: SceneSplit, most: int = 3) -> Wanted:
-    """Some words, mostly those of one of the solids."""
+    """A random description: with probability 0.6 that of a solid in the scene."""
     words = rng.sample(WORDS, rng.randint(1, most))
     if rng.random() < 0.6:
         one = rng.choice(solids)
@@ -118,7 +118,7 @@ def _draw_wanted(rng: Random, solids: Sequence[Solid], about: SceneSplit, most: 
 
 
 def _unique(rng: Random, one: Solid, solids: Sequence[Solid], without: str = "") -> Wanted | None:
-    """Words that only this one of the solids has, as few as chance finds."""
+    """A description that fits only `one`, adding words in random order until it is unique; None if none is unique."""
     words = [word for word in rng.sample(WORDS, len(WORDS)) if word != without]
     for count in range(1, len(words) + 1):
         wanted = {word: getattr(one, word) for word in words[:count]}
@@ -172,7 +172,7 @@ def _relation(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
 
 
 def _describe(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
-    """Not verifiable: for alignment, from left to right."""
+    """Caption from left to right, for alignment training; no verifier can check it."""
     named = [_named(_words(one)) for one in sorted(solids, key=lambda one: one.x)]
     return "What is in the picture, from left to right?", ", ".join(named)
 

@@ -1,4 +1,4 @@
-"""Levels of Sokoban that can be solved: played backwards from a solved one, by pulling boxes off their goals.
+"""Solvable levels of Sokoban, made by playing backwards from a solved state: boxes are pulled off their goals.
 
 level = draw_level(Random(0), cells=7, boxes=2)
 """
@@ -14,7 +14,7 @@ from PIL import Image
 from saccade.plugins.drawn.drawn_sets import Drawing
 from saccade.plugins.sokoban.sokoban import MARKS, MOVES, Cell, State, draw
 
-MOST_STATES = 4000  # looked at for one level
+MOST_STATES = 4000  # states searched per level
 QUESTION = "Push every box onto a goal. Answer with moves, such as: up, left."
 
 
@@ -27,7 +27,7 @@ def draw_sokoban_row(rng: Random, index: int, *, cells: int, boxes: int, side: i
 
 
 def draw_level(rng: Random, cells: int, boxes: int) -> tuple[State, list[str]]:
-    """A level with walls around and a few inside, and the fewest moves that solve it."""
+    """Returns a level, with a border and random inner walls, and a shortest solution."""
     while True:
         inner = [(r, c) for r in range(1, cells - 1) for c in range(1, cells - 1)]
         walls = {*rng.sample(inner, rng.randint(0, len(inner) // 4))}
@@ -45,7 +45,7 @@ def draw_level(rng: Random, cells: int, boxes: int) -> tuple[State, list[str]]:
         found = _pulled([State(**level, player=cell) for cell in floor if cell not in placed])
         hard = [state for state in found if not state.boxes & state.goals]
         if hard:
-            state = rng.choice(hard[-(len(hard) // 4 + 1) :])  # of those furthest away
+            state = rng.choice(hard[-(len(hard) // 4 + 1) :])  # from the quarter that needs the most moves
             chosen, moves = state, []
             while before := found[state]:
                 state, name = before
@@ -54,8 +54,8 @@ def draw_level(rng: Random, cells: int, boxes: int) -> tuple[State, list[str]]:
 
 
 def _pulled(solved: Sequence[State]) -> dict[State, tuple[State, str] | None]:
-    """States from which one of these is reached, in the order of their distance, each with the next one and the move
-    there.
+    """Backward breadth-first search from solved states. Maps each state, nearest first, to (next state, move) on a
+    shortest solution; solved states map to None.
     """
     found: dict[State, tuple[State, str] | None] = dict.fromkeys(solved)
     waiting = deque(solved)
@@ -80,7 +80,7 @@ def _shifted(cell: Cell, rows: int, columns: int) -> Cell:
 
 
 def written(state: State) -> str:
-    """As `sokoban.parse` reads it."""
+    """The level as text for `sokoban.parse`."""
 
     def mark(cell: Cell) -> str:
         wall, floor, goal, placed, box, player, on_goal = [*MARKS]

@@ -1,7 +1,7 @@
 """Draws solids as in CLEVR: cubes, spheres, cylinders and cones of two materials, lit from the upper left.
 
-A solid is shaded once for each size and look; a scene is put together from these. `cartoon` is another renderer:
-few tones, black outlines, no shadows. Knows nothing of questions.
+Each solid is shaded once per shape, size and material (cached) and pasted into scenes. `cartoon` is a second renderer:
+few tones, black outlines, no shadows.
 
     draw_solids([Solid("cube", "red", "metal", "large", 0.4, 0.5)], 224, BACKGROUNDS["plain"], Random(0))
 """
@@ -19,9 +19,9 @@ from saccade.plugins.quickstart.counting import COLOURS
 SIZES = {"small": 0.055, "large": 0.095}  # radius as a share of the picture's side
 MATERIALS = ("rubber", "metal")
 SHAPES = ("cube", "sphere", "cylinder", "cone")
-FINE = 4  # pixels along a side that make one of the picture
-LIGHT = np.array([-0.45, -0.65, 0.61])
-DARK = 22.0  # grey levels that black things have, so that their form is seen
+FINE = 4  # supersampling per axis
+LIGHT = np.array([-0.45, -0.65, 0.61])  # direction to the light
+DARK = 22.0  # grey level of black, above 0 so that shading is visible
 
 
 class Solid(NamedTuple):
@@ -29,14 +29,14 @@ class Solid(NamedTuple):
     colour: str
     material: str
     size: str
-    x: float  # of its middle, as a share of the picture's side
+    x: float  # centre, as a share of the picture's side
     y: float
 
 
 def draw_solids(
     solids: Sequence[Solid], side: int, background: "Background", rng: Random, cartoon: bool = False
 ) -> Image.Image:
-    """Those further down stand in front of the others."""
+    """Draw the solids on a background; those further down cover the others."""
     canvas = background(side, np.random.default_rng(rng.getrandbits(32)))
     ordered = sorted(solids, key=lambda one: one.y)
     for solid in () if cartoon else ordered:
@@ -55,7 +55,7 @@ def draw_solids(
 
 @cache
 def _look(shape: str, material: str, radius: float, cartoon: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How much of each pixel a solid covers, how much of its colour shows there, and how white it shines."""
+    """Per pixel: the share that the solid covers, the brightness of its colour, and the white highlight."""
     reach = int(radius) + 1
     steps = (np.arange(2 * reach * FINE) + 0.5) / FINE - reach
     x, y = np.meshgrid(steps / radius, steps / radius)
@@ -82,7 +82,7 @@ def _shadow(radius: float) -> np.ndarray:
     return (1 - 0.45 * np.exp(-(x**2 + (2.2 * y) ** 2) * 1.3)).astype(np.float32)
 
 
-# -- forms: which points of -1..1 belong to a solid, and where its surface looks there ----------------
+# -- forms: coordinates in -1..1 → (mask of the solid, surface normal) --------------------------------
 
 Normal = tuple[np.ndarray | float, ...]
 
@@ -128,7 +128,7 @@ Background = Callable[[int, np.random.Generator], np.ndarray]
 
 
 def _plain(side: int, rng: np.random.Generator) -> np.ndarray:
-    """Grey, lighter above, as a floor far away."""
+    """Grey, lighter at the top, like a distant floor."""
     light = np.linspace(0, 1, side, dtype=np.float32)[:, None, None]
     return (rng.uniform(170, 205) - 35 * light) * np.ones((1, side, 3), np.float32)
 
@@ -138,7 +138,7 @@ def _paper(side: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _patterned(side: int, rng: np.random.Generator) -> np.ndarray:
-    """Stripes, checks or clouds of two pale colours."""
+    """Stripes, checks or clouds in two pale colours."""
     y, x = np.mgrid[:side, :side] / side
     waves = rng.integers(3, 9)
     cloud = np.asarray(

@@ -1,7 +1,7 @@
-"""Data sets that a model makes of others: its right answers to learn from, and questions that a rule can check.
+"""Data sets that a teacher model makes from others: its correct answers for sft, or questions rewritten for rules.
 
-Both ask through `saccade generate`, with any engine: an endpoint's answers are stored, a run that was broken off goes
-on, and OUT/asked holds what was asked and said.
+Both ask through `saccade generate`, with any engine: an endpoint's answers are stored, an interrupted run is resumed,
+and OUT/asked holds prompts and answers.
 
     distil(config, Path("scenes.jsonl"), Path("taught"), describe="description")
     rewrite(config, Path("vqa.jsonl"), Path("checked"))
@@ -28,7 +28,7 @@ from saccade.system.disk import require_writable
 from saccade.types import Media, Message, Sample
 
 SHOWN = "A picture is described as follows: {}\n"
-# What a teacher that has read a description says of it, and what it would have said of the picture.
+# (pattern, replacement): turns a teacher's mentions of the description into mentions of the picture.
 MENTIONS = (
     (
         re.compile(r"\b(the|this|that) (?:(?:given|provided|textual|scene|image|picture)\W)*description\b", re.I),
@@ -38,8 +38,8 @@ MENTIONS = (
     (re.compile(r"\b(the picture) (?:says|states|mentions|lists)\b", re.I), r"\1 shows"),
 )
 TAGGED = re.compile(r"<question>(.*?)</question>\s*<answer>(.*?)</answer>", re.DOTALL)
-LEAST_SIDE = 28  # of a picture that can be asked about
-MOST_WORDS = 5  # of an answer that a rule can check
+LEAST_SIDE = 28  # pixels; rows with a smaller picture are left out
+MOST_WORDS = 5  # longest answer that counts as checkable by a rule
 ASK = (
     "Question: {question}\nAnswer: {answer}\n\nWrite a question that asks for the same, but has exactly one right "
     "answer: a number, a word, a name, or yes or no. It must be answered from the picture alone and must not contain "
@@ -48,9 +48,9 @@ ASK = (
 
 
 def distil(config: Config, source: Path, out: Path, describe: str = "") -> dict[str, int]:
-    """OUT/train.jsonl: conversations for sft with the answers that the rewards of the config call right; returns how
-    many questions and answers. With `describe` the teacher reads that column instead of the pictures, which come back
-    into the rows, and its mentions of a description become mentions of the picture.
+    """Write OUT/train.jsonl: conversations for sft with the teacher's answers that the config's rewards call correct;
+    returns counts. With `describe` the teacher reads that column instead of the pictures; the rows have the pictures
+    again, and mentions of a description become mentions of the picture.
     """
     samples = _read(config, source, out)
     asked = [_described(sample, describe) for sample in samples] if describe else samples
@@ -65,7 +65,7 @@ def distil(config: Config, source: Path, out: Path, describe: str = "") -> dict[
             for mention, instead in MENTIONS if turn["from"] == "gpt" else ():
                 text = mention.sub(instead, text)
             shown = escape(SHOWN.format(sample.extra[describe]))
-            pictures = "<image>" * len(sample.media) if turn["from"] == "human" else ""  # a teacher may quote it
+            pictures = "<image>" * len(sample.media) if turn["from"] == "human" else ""  # answers may quote it
             turn["value"] = text.replace(shown, pictures, 1)
     counts = {"questions": len(samples), "answers": len(samples) * config.generate.n, "right": len(rows)}
     _write(out, rows, config, source, "distill", counts)
@@ -73,10 +73,10 @@ def distil(config: Config, source: Path, out: Path, describe: str = "") -> dict[
 
 
 def rewrite(config: Config, source: Path, out: Path) -> dict[str, int]:
-    """OUT/train.jsonl: the rows with questions and answers that a rule can check; returns how many, and how many were
-    left out for which reason.
+    """Write OUT/train.jsonl: the rows with questions and answers that a rule can check; returns counts, also of rows
+    that were left out, by reason.
     """
-    config = load(config, ["generate.n=1"], "generate")  # more would not be read
+    config = load(config, ["generate.n=1"], "generate")  # only the first answer is used
     samples = {sample.id: sample for sample in _read(config, source, out)}
     counts, fit = Counter[str](), list[Sample]()
     for sample in samples.values():
@@ -99,7 +99,7 @@ def rewrite(config: Config, source: Path, out: Path) -> dict[str, int]:
 
 
 def rewritten(text: str) -> tuple[str, str, str]:
-    """The question and the answer in a reply, or why they are not used.
+    """Returns (question, answer, reason) of a reply; the reason why they cannot be used is "" if they can.
 
     >>> rewritten("<question>How many dogs?</question><answer>3</answer>")
     ('How many dogs?', '3', '')
@@ -128,15 +128,15 @@ def _read(config: Config, source: Path, out: Path) -> Sequence[Sample]:
 
 
 def _ask(config: Config, samples: Iterable[Sample], out: Path, *, select: str) -> Mapping[str, Any]:
-    """What `generate` returns; an earlier run goes on where it ended."""
+    """Run `saccade generate` on the samples and return its result; an interrupted run is resumed."""
     convert([*samples], path := out / "asked" / "rows.jsonl")
-    plain = [f"data.train={path}", "data.format=auto", "data.keys={}"]  # whatever those of the source are
+    plain = [f"data.train={path}", "data.format=auto", "data.keys={}"]  # the converted rows, not the source's format
     folder = [f"run.out={out}", "run.name=asked", f"generate.select={select}"]
     return generate.run(load(config, [*plain, *folder], "generate"))
 
 
 def _described(sample: Sample, column: str) -> Sample:
-    """With words in the place of its pictures."""
+    """The sample with its description in place of its pictures."""
     if not isinstance(sample.extra.get(column), str):
         known = ", ".join(sorted(sample.extra)) or "no further columns"
         raise DataError(f"--describe {column}: row {sample.id} has no such text; it has {known}")

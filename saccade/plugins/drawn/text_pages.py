@@ -1,7 +1,7 @@
-"""Text as pictures: the questions of a text set, or words to read.
+"""Pictures of text: the questions of a text set, or words to read.
 
-Without a font, Pillow's own is used, which is the same on every machine. A text with a character that the font lacks,
-or that does not fit its page, is not drawn: the caller is told why. TeX stays as it is written.
+The default font is Pillow's own, which is the same on every machine. A text that does not fit its page, or has a
+character that the font lacks, raises `Unfit` with the reason. TeX is shown as source.
 
     page("How many?", Style(), width=448).size
     draw_words_row(Random(0), 0, kinds=("read",), side=224).answer
@@ -23,10 +23,10 @@ from saccade.plugins.suites.suite_rows import IN_PICTURE
 from saccade.types import Sample
 
 Font = ImageFont.FreeTypeFont
-LEADING = 1.3  # height of a line in sizes of its font
+LEADING = 1.3  # height of a line, as a multiple of the font size
 BORDER = 10  # pixels around a text
-TALLEST = 4  # times the width of a page
-MISSING = "\uffff"  # which no font has
+TALLEST = 4  # most height of a page, as a multiple of its width
+MISSING = "\uffff"  # a character that no font has
 PAPERS = ((255, 255, 255), (250, 246, 232), (232, 238, 246), (240, 240, 240))
 INKS = ((0, 0, 0), (30, 30, 90), (90, 20, 20), (20, 70, 30))
 _WORDS = """
@@ -61,7 +61,7 @@ def font_of(path: str, size: int) -> Font:
 
 
 def font_files(paths: Sequence[Path] | None) -> tuple[str, ...]:
-    """Their names, if each can be read."""
+    """The paths as strings; raises ConfigError if one cannot be read as a font."""
     for path in map(str, paths or ()):
         font_of(path, 16)
     return tuple(map(str, paths or ()))
@@ -79,7 +79,7 @@ def draw_style(rng: Random, fonts: Sequence[str], sizes: tuple[int, int]) -> Sty
 
 
 def page(text: str, style: Style, width: int, most: int = 0) -> Image.Image:
-    """The text in lines that fit, on a page as high as they need. Raises `Unfit`, also for one higher than `most`."""
+    """The wrapped text on a page as high as it needs. Raises `Unfit` if a character is missing or it exceeds `most`."""
     font = font_of(style.font, style.size)
     if lacking := sorted({sign for sign in text if not sign.isspace() and _lacks(style.font, sign)}):
         raise Unfit(f"the font has no {' '.join(lacking[:5])}")
@@ -96,7 +96,7 @@ def page(text: str, style: Style, width: int, most: int = 0) -> Image.Image:
 
 
 def wrapped(text: str, font: Font, width: float) -> list[str]:
-    """Lines broken at blanks, inside a word only where it is longer than a line."""
+    """The lines of a text, broken at spaces; a word is broken only if it is longer than a line."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
@@ -123,7 +123,7 @@ def _lacks(path: str, sign: str) -> bool:
 
 
 def draw_words_row(rng: Random, index: int, *, kinds: Sequence[str], side: int, fonts: Sequence[str] = ()) -> Drawing:
-    """A few words, a number or a sum."""
+    """A picture of a few words, a number or a sum, with a question about it."""
     kind = kinds[index % len(kinds)]
     words = rng.sample(VOCABULARY, rng.randint(1, 5) if kind == "read" else rng.randint(2, 5))
     text, question, answer = " ".join(words), "What does the picture say?", " ".join(words)
@@ -144,7 +144,7 @@ def draw_words_row(rng: Random, index: int, *, kinds: Sequence[str], side: int, 
 
 
 def on_page(rng: Random, text: str, side: int, fonts: Sequence[str] = ()) -> tuple[Image.Image, Style]:
-    """Whole words at any place of a square page, in a size that was drawn, or the next smaller one that fits."""
+    """Text at a random place of a square page; the random font size is lowered until it fits without broken words."""
     margin = side // 28
     style, room = draw_style(rng, fonts, (max(10, side // 14), max(12, side // 7))), side - 2 * margin
     while True:
@@ -170,7 +170,7 @@ WORD_KINDS = ("read", "number", "word", "sum")
 def draw_question_row(
     rng: Random, index: int, *, samples: Sequence[Sample], width: int, sizes: tuple[int, int], fonts: Sequence[str] = ()
 ) -> Drawing:
-    """The question of a row with its options, as a page. A gold that is an option becomes its letter."""
+    """A page with the question and options of a row. An answer that is an option becomes its letter."""
     sample = samples[index]
     asked = [message for message in sample.messages if message.role == "user"]
     if sample.media or len(asked) != 1:

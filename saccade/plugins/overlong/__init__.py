@@ -1,1 +1,1 @@
-"""What happens to prompts that are too long."""
+"""Policies for prompts that are too long."""

@@ -1,7 +1,6 @@
-"""What happens to a prompt over the limit. Media are shrunk or leave whole; none is ever cut.
+"""Policies (data.overlong) for prompts over the token limit. Media are shrunk or removed whole, never cropped.
 
-A policy takes a sample, the function that counts its tokens and the limit, and returns a sample
-that fits or None.
+A policy takes a sample, the function that counts its tokens and the limit; it returns a sample that fits, or None.
 
     >>> drop_turns(sample, length, 4096)
 """
@@ -17,7 +16,7 @@ SHRINK_STEP = 0.8
 
 
 def shrink(sample: Sample, length: Length, limit: int) -> Sample | None:
-    """Lower the pixel budget of the row, which shrinks its largest images first, to min_pixels."""
+    """Lower the pixel limit of all media step by step, down to min_pixels; the largest shrink first."""
     media = [one for one in sample.every_media if one.kind in ("image", "video")]
     if not media:
         return None
@@ -44,7 +43,7 @@ def _with_budget(sample: Sample, budget: int) -> Sample:
 
 
 def drop_turns(sample: Sample, length: Length, limit: int) -> Sample | None:
-    """Remove the oldest turns (a user message with its replies); system and last turn stay."""
+    """Remove the oldest turns (a user message with its replies), but no system message and not the last turn."""
     users = [index for index, message in enumerate(sample.messages) if message.role == "user"]
     for start in users[1:]:
         kept = [message for n, message in enumerate(sample.messages) if n >= start or message.role == "system"]
@@ -55,7 +54,7 @@ def drop_turns(sample: Sample, length: Length, limit: int) -> Sample | None:
 
 
 def truncate_text(sample: Sample, length: Length, limit: int) -> Sample | None:
-    """Remove text from the front (the question tends to stand last); system and media stay."""
+    """Remove text from the front, as the question is usually last; keeps system messages and media."""
     spoken = [message for message in sample.messages if message.role != "system"]
     total = sum(len(part) for message in spoken for part in message.parts if isinstance(part, str))
     fits = bisect_left(range(1, total), True, key=lambda gone: length(_without_front(sample, gone)) <= limit)

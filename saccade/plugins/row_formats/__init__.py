@@ -1,1 +1,1 @@
-"""Rows as other systems write them."""
+"""Row formats of other frameworks."""

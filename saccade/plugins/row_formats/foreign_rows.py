@@ -1,4 +1,4 @@
-"""Rows as other systems write them. Each format says which columns hold what; `data.formats` reads them.
+"""Row formats of other frameworks. A `Format` says which columns hold what; `data.formats` reads the rows.
 
 data.train=rows.jsonl data.format=minio3
 """
@@ -10,7 +10,7 @@ from saccade.data.formats import Format
 
 
 def _inside_answer_tag(text: str) -> str:
-    """What stands in the last <answer> pair, or everything."""
+    """The text in the last pair of <answer> tags, or the whole text."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return found[-1].strip() if found else text
 

@@ -1,1 +1,1 @@
-"""Drawn scenes to search, an expert, and cold starts."""
+"""Visual search: drawn scenes, a scripted expert, and cold-start data for sft."""

@@ -1,9 +1,9 @@
-"""Cold-start data: assistant turns are played in the environment, what it answers becomes the rest.
+"""Cold-start data: assistant turns are replayed in the environment, which supplies the observations.
 
-So the observations that a policy learns from are those that it meets in RL, word by word, and a
-trajectory whose last turn holds no answer, or answers after a call that failed, is skipped. The
-turns are those of the rows, where they hold some (trajectories of another model or system), or
-those of a scripted searcher, where the rows are scenes of `saccade data visual-search`.
+The observations in the data are therefore exactly those of RL. A trajectory whose last turn has no answer, or
+that answers right after a failed call, is skipped. The turns come from the rows, if they have assistant turns
+(trajectories of another model or system), or from a scripted searcher, if the rows are scenes of
+`saccade data visual-search`.
 
     saccade data coldstart scenes/train.jsonl coldstart env.max_pixels=12544 env.min_pixels=12544
 """
@@ -38,8 +38,8 @@ from saccade.types import STATUS_OF_END, Message, Sample
 def run(
     config: Config, source: Path, out: Path, *, turns: int = 6, mistakes: float = 0.05, verifier: str | None = None
 ) -> dict[str, int]:
-    """Writes OUT/train.jsonl and OUT/images; returns how many rows were written, and how many were
-    skipped for which reason. With a verifier, only right answers stay.
+    """Write OUT/train.jsonl and OUT/images; returns the numbers of rows written and skipped, by reason. With a
+    verifier, only trajectories with right answers are written.
     """
     if config.env.name == "single_turn":
         config = load(config, ["env.name=crop"])
@@ -61,7 +61,7 @@ def run(
             seconds = config.env.step_timeout
             try:
                 played, reason = play(question, texts, make(), most=turns, planned=planned, seconds=seconds)
-            except (Failed, TimeoutError) as error:  # code of the user
+            except (Failed, TimeoutError) as error:  # errors in the user's environment or tools
                 played, reason = sample, "env_error"
                 if not counts[reason]:
                     print(f"row {sample.id}: the environment failed: {error}")
@@ -79,9 +79,8 @@ def run(
 def play(
     sample: Sample, texts: list[str], world: Environment, *, most: int, planned: int | None = None, seconds: float = 60
 ) -> tuple[Sample, str]:
-    """The whole conversation, and why it must not be learned from (empty: nothing against it).
-    `planned`: calls that are meant to fail, where that is known; `seconds`: for one step. Raises
-    what an environment of the user raised.
+    """Returns (whole conversation, reason to skip it or ""). `planned`: number of calls that fail on purpose, if known;
+    `seconds`: timeout of a step. Raises the exceptions of a user's environment.
     """
     if len(texts) > most:
         return sample, "too_many_turns"
@@ -105,12 +104,12 @@ def play(
         return sample, "no_answer"
     finally:
         closed: Any = world.close
-        with suppress(Failed, TimeoutError):  # the episode is over all the same
+        with suppress(Failed, TimeoutError):  # a failing close does not matter: the episode is over
             _said(closed(), seconds)
 
 
 def _said(outcome: Any, seconds: float) -> Any:
-    """What a step of an environment gave, also of one in another process; raises what that raised."""
+    """The result of an environment's step, waiting for one in another process; raises the environment's error."""
     if isinstance(outcome, EnvironmentCall):
         outcome.seconds = seconds
         while not outcome.done():
@@ -124,7 +123,7 @@ def _said(outcome: Any, seconds: float) -> Any:
 def _turns(
     sample: Sample, rng: np.random.Generator, turns: int, mistakes: float, config: Config
 ) -> tuple[Sample, list[str], int | None]:
-    """The question, what an assistant or a searcher writes, and how many calls are wrong on purpose."""
+    """Returns (question, assistant turns, number of calls that are wrong on purpose or None if unknown)."""
     written = [m.text for m in sample.messages if m.role == "assistant"]
     if written:
         first = next(i for i, m in enumerate(sample.messages) if m.role == "assistant")
@@ -144,8 +143,8 @@ def _turns(
 
 
 def _warn(config: Config, rows: Sequence[Sample]) -> None:
-    """The options of the RL run count and not those of the rows; they hardly differ on purpose where
-    they were not chosen.
+    """Warn if pixel budgets of the rows differ from env.min_pixels and env.max_pixels and these are not set: tools use
+    the latter, so the difference is probably a mistake.
     """
     env, usual = config.env, (config.data.min_pixels, config.data.max_pixels)
     own = {(m.min_pixels, m.max_pixels) for row in rows for m in row.media} - {usual}

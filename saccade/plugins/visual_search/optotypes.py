@@ -1,8 +1,8 @@
-"""Drawings that vanish when a picture is shrunk: vanishing optotypes, as eye charts know them.
+"""Drawings that vanish when a picture is shrunk (vanishing optotypes, known from eye charts).
 
-An object is drawn as ink, then all that survives shrinking by a given factor is taken away from it.
-The shrunk picture is then, to the grey level, what it would be without the object, while the full
-picture shows it sharply. Objects have names: a digit, a letter, `ring:up`, `spots:red`, a shape.
+An object is drawn as ink, then everything that survives shrinking by a given factor is subtracted. The shrunk
+picture then equals, to the grey level, the one without the object, while the full picture shows it sharply.
+Objects have names: a digit, a letter, `ring:up`, `spots:red`, a shape.
 
     >>> detail("7", 8, 8, shrink=4).shape
     (48, 48)
@@ -14,17 +14,17 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-TILE = 28  # side of an object
-MARGIN = 4  # shrunk pixels around an object inside its window, where its overshoot fades
-STEPS = 30  # after so many, less than a thousandth of a grey level survives shrinking
+TILE = 28  # side of an object in pixels
+MARGIN = 4  # shrunk pixels around an object in its window, in which the overshoot fades out
+STEPS = 30  # iterations, after which less than a thousandth of a grey level survives shrinking
 
 # Glyphs: seven rows of five bits from top to bottom, each row a digit to the base 32.
 _DIGITS = "EHHHHHE 4C4444E EH168GV U11E11U 26AIV22 VGU11HE 68GUHHE V124888 EHHEHHE EHHF12C"
 _LETTERS = "4AHHVHH EHGGGHE VGGUGGV VGGUGGG HHHVHHH HIKOKIH GGGGGGV UHHUGGG V444444 HHHHHHE"
 DIGITS = dict(zip("0123456789", _DIGITS.split(), strict=True))
 LETTERS = dict(zip("ACEFHKLPTU", _LETTERS.split(), strict=True))
-TURNS = {"right": 0, "up": 1, "left": 2, "down": 3}  # quarter turns of an opening
-TINTS = {  # the direction in which the ink of spots leaves grey
+TURNS = {"right": 0, "up": 1, "left": 2, "down": 3}  # quarter turns of the ring's opening
+TINTS = {  # colour of spots: sign of the change from grey per RGB channel
     "red": (1, -1, -1),
     "green": (-1, 1, -1),
     "blue": (-1, -1, 1),
@@ -32,13 +32,13 @@ TINTS = {  # the direction in which the ink of spots leaves grey
     "cyan": (-1, 1, 1),
     "pink": (1, -1, 1),
 }
-SHAPES = ("plus", "dots", "bars", "corner")  # none is like a glyph, a ring or coloured spots
+SHAPES = ("plus", "dots", "bars", "corner")  # distractors: unlike glyphs, rings and coloured spots
 FRAME = "frame"
 
 
 @cache
 def ink(name: str) -> np.ndarray:
-    """Where an object is drawn: 0 or 1, [TILE, TILE]."""
+    """The mask of an object: 0 or 1, [TILE, TILE]."""
     if name in DIGITS or name in LETTERS:
         rows = (DIGITS | LETTERS)[name]
         bits = np.array([[int(row, 32) >> (4 - bit) & 1 for bit in range(5)] for row in rows])
@@ -63,7 +63,7 @@ def ink(name: str) -> np.ndarray:
 
 @cache
 def detail(name: str, x: int, y: int, shrink: int) -> np.ndarray:
-    """The object at (x, y) of a window on the lattice of `shrink`, without what survives it."""
+    """A window with the object at (x, y), aligned to blocks of `shrink` pixels, minus what survives shrinking."""
     side = (math.ceil(TILE / shrink) + 1 + 2 * MARGIN) * shrink
     drawn = np.zeros((side, side), np.float32)
     drawn[y : y + TILE, x : x + TILE] = ink(name)
@@ -73,5 +73,5 @@ def detail(name: str, x: int, y: int, shrink: int) -> np.ndarray:
 
 
 def resized(image: np.ndarray, side: int) -> np.ndarray:
-    """As model families resize: bicubic, smoothed where it shrinks."""
+    """Resize as model families do: bicubic, antialiased when shrinking."""
     return np.asarray(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC))

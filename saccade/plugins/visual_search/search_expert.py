@@ -1,9 +1,9 @@
-"""A scripted searcher for search_scenes.py: what a patient person would write, turn by turn.
+"""A scripted searcher for search_scenes.py, which writes the assistant's turns.
 
-It looks at one place after the other, row by row from some place on, and answers when it sees the
-target; in hard scenes it zooms into every frame. It knows the scene, so it starts where the turns
-that are allowed suffice. Now and then a call is wrong and is written again, so that a model
-learns from it how to recover. Writes text only: the environment answers.
+It zooms into one place after the other, row by row, and answers when it sees the target; in hard scenes it
+also zooms into every frame. It knows the scene, so it starts at a place from which the allowed turns suffice.
+Some calls are wrong on purpose and then corrected, so that a model learns to recover. It writes text only: the
+observations come from the environment.
 
     >>> sample = search_split(1, seed=0)[0]
     >>> demonstration(sample, np.random.default_rng(0), turns=6, mistakes=0.0)[-1]
@@ -19,12 +19,12 @@ import numpy as np
 from saccade.types import Sample
 
 Fractions = tuple[float, float, float, float]
-Write = Callable[[Sequence[float], str], str]  # a zoom into a box of a picture
+Write = Callable[[Sequence[float], str], str]  # (box, name of the image) → text of a zoom call
 
 ORIGINAL = "original_image"
 FIRST, HINTED, NEXT = "Too small to read.", "A light patch.", "Not here."
 FRAMED, AGAIN = "A frame.", "I correct it."
-# How an edge is written; pixels as a model sees them are unknown here.
+# Coordinates as text, by `env.coordinates`; not `absolute`, as the size of the resized image is unknown here.
 NUMBERS: Mapping[str, Callable[[float], str]] = {
     "relative": lambda edge: f"{edge:g}",
     "milli": lambda edge: f"{1000 * edge:.0f}",
@@ -32,7 +32,7 @@ NUMBERS: Mapping[str, Callable[[float], str]] = {
 
 
 def call(box: Sequence[float], source: str, *, coordinates: str = "relative", named: bool = False) -> str:
-    """A zoom, as `env.coordinates` and, with a name, `env.call=tool_call` want it written."""
+    """The text of a zoom call in the given coordinates; `named`: in the syntax of env.call=tool_call."""
     numbers = ", ".join(map(NUMBERS[coordinates], box))
     arguments = f'{{"bbox_2d": [{numbers}], "source": "{source}"}}'
     if named:
@@ -43,8 +43,8 @@ def call(box: Sequence[float], source: str, *, coordinates: str = "relative", na
 def demonstration(
     sample: Sample, rng: np.random.Generator, *, turns: int, mistakes: float, write: Write = call
 ) -> list[str]:
-    """The assistant's turns, at most `turns` of them, the last one with the answer. A call is wrong
-    with probability `mistakes`; the turn after a wrong one says that it corrects it.
+    """The assistant's turns, at most `turns`, the last one with the answer. A call is wrong with probability
+    `mistakes`, if a turn is left for its correction; the next turn says that it corrects it.
     """
     calls: list[tuple[str, Fractions, str]] = []
     thought = HINTED if sample.extra["level"] == "easy" else FIRST
@@ -64,7 +64,7 @@ def demonstration(
 
 
 def place_boxes(grid: int) -> list[Fractions]:
-    """All places, row by row."""
+    """The boxes of all places, row by row."""
     edges = [*pairwise(n / grid for n in range(grid + 1))]
     return [(left, top, right, bottom) for top, bottom in edges for left, right in edges]
 
@@ -72,8 +72,8 @@ def place_boxes(grid: int) -> list[Fractions]:
 def _path(
     extra: Mapping[str, Any], side: int, rng: np.random.Generator, most: int, mistakes: float
 ) -> list[list[Fractions]]:
-    """The looks at each place on the way to the target, at most so many in all. How many places
-    lie before the target's is drawn uniformly; an easy target is missed by mistake only.
+    """The zooms at each place on the way to the target, at most `most` in all. The number of places before the target's
+    is uniform; in easy scenes it is 0, or 1 with probability `mistakes`.
     """
     grid = extra["grid"]
     place = side // grid
@@ -96,7 +96,7 @@ def _path(
 
 
 def _wrong_call(box: Fractions, source: str, rng: np.random.Generator, write: Write) -> str:
-    """One of the errors that an environment explains: no such picture, a box outside, no JSON."""
+    """A random wrong call: an unknown image, a box outside the image, or invalid JSON."""
     right = write(box, source)
     outside = (box[0] + 1, box[1], box[2] + 1, box[3])
     return str(rng.choice([write(box, "observation_99"), write(outside, source), right.replace("]", "", 1)]))

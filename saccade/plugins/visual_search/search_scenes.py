@@ -1,16 +1,16 @@
-"""Visual search drawn in place: one small target in a large picture, to be read after zooming.
+"""Visual search scenes, drawn at run time: one small target in a large picture, readable only after zooming.
 
-A scene is `grid` x `grid` places; `view` is the side at which the model reads a picture. All
-objects vanish when the picture is shrunk (optotypes.py), so the whole picture at the model's input
-resolution is bare grey wherever they are.
+A scene is `grid` x `grid` places; `view` is the side in pixels at which the model reads a picture. All
+objects vanish when the picture is shrunk (optotypes.py), so at the model's input resolution the whole picture
+is plain grey where they are.
 
-easy    a light patch, seen in the whole picture, gives the place away: one zoom reads it.
-medium  nothing gives it away: `grid`² places to look at, one zoom each.
-hard    twice the side. A zoom on a place shows frames, some of them around look-alikes; what a
-        frame holds is read only after a zoom inside that zoom.
+easy    a light patch, visible in the whole picture, shows the target's place: one zoom reads it.
+medium  no hint: `grid`² places to look at, one zoom each.
+hard    twice the side. A zoom on a place shows frames, some of them around look-alikes; the content of a
+        frame is readable only after a second zoom.
 
-A policy that may look k times finds a medium target with probability k / grid², and a guess pays
-1 / number of answers: so what a limit of turns does to a policy's patience can be measured
+A policy with k zooms finds a medium target with probability k / grid², and a guess is right with probability
+1 / number of answers, so the effect of a turn limit on a policy's patience can be measured
 (docs/visual_search.md). Needs no font, no download and no model.
 
     >>> row = search_split(1, seed=0, level="medium", kind="digit")[0]
@@ -36,24 +36,24 @@ from saccade.types import Media, Message, Sample
 Box = tuple[int, int, int, int]
 
 GREY = 128
-CONTRAST = 76.0  # with the patch below and the overshoot of details it stays inside 0 to 255
-GRAIN = 6.0  # grey levels of noise, in blocks that survive shrinking, unlike what it hides
-JITTER = 2  # pixels by which an object may leave the middle of its slot
-LIGHT = 48.0  # how much lighter than grey the patch behind an easy target is
+CONTRAST = 76.0  # of objects; with LIGHT and the overshoot of details, values stay within 0 to 255
+GRAIN = 6.0  # grey levels of noise, in blocks that survive shrinking
+JITTER = 2  # most pixels between an object and the centre of its slot
+LIGHT = 48.0  # grey levels by which the patch behind an easy target is lighter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """What makes a scene hard."""
+    """The difficulty of a scene."""
 
-    hinted: bool = False  # a patch that survives shrinking lies behind the target
-    nested: bool = False  # a place must be zoomed twice before anything is read
-    objects: int = 3  # in each place, the target among them
-    lookalikes: float = 0.0  # share of the other places with an object of the target's sort
+    hinted: bool = False  # a patch that survives shrinking is behind the target
+    nested: bool = False  # objects are readable only after two zooms
+    objects: int = 3  # per place, including the target
+    lookalikes: float = 0.0  # share of the other places with an object similar to targets
 
 
 class Kind(NamedTuple):
-    """An attribute that can be asked."""
+    """A kind of question."""
 
     question: str
     objects: Mapping[str, str]  # answer → name of the drawing
@@ -81,12 +81,12 @@ KINDS: Mapping[str, Kind] = {
 def draw_scene(
     rng: np.random.Generator, *, level: Level, kind: str, answer: str, grid: int, view: int
 ) -> tuple[np.ndarray, Box, list[Box]]:
-    """A picture [side, side] or [side, side, 3] with the answer in one of `grid`² places and distractors
-    in all of them; where the target is, and what a zoom on a place shows to be worth another zoom.
+    """Returns (picture [side, side] or [side, side, 3], box of the target, boxes of all frames in hard scenes). One of
+    the `grid`² places has the target, all have distractors.
     """
     place = 2 * view if level.nested else view
     canvas = Canvas(grid * place, grid, coloured=kind == "colour")
-    shrink = 2 if level.nested else grid  # of objects
+    shrink = 2 if level.nested else grid  # the factor at which objects vanish
     home = int(rng.integers(grid * grid))
     target: Box = (0, 0, 0, 0)
     framed: list[Box] = []
@@ -112,7 +112,7 @@ def draw_scene(
 
 
 def _slots(rng: np.random.Generator, place: int, *, nested: bool) -> Iterator[np.ndarray]:
-    """Corners inside a place for its objects, in random order; they do not touch."""
+    """Top left corners of objects within a place, in random order and without overlap."""
     pitch = TILE * (2 if nested else 1)
     across = place // pitch
     for slot in rng.permutation(across * across).tolist():
@@ -122,7 +122,7 @@ def _slots(rng: np.random.Generator, place: int, *, nested: bool) -> Iterator[np
 
 
 class Canvas:
-    """Grey, with a border into which the windows of objects at the edge reach."""
+    """A grey image with a border, into which windows of objects near the edge extend."""
 
     def __init__(self, side: int, grid: int, *, coloured: bool) -> None:
         self.border, self.channels = 16 * grid, 3 if coloured else 1
@@ -141,13 +141,13 @@ class Canvas:
         self._drawn[window] = True
 
     def add_grain(self, rng: np.random.Generator, block: int) -> None:
-        """Noise around all objects; elsewhere the picture stays flat, and its file small."""
+        """Add noise around all objects; the rest stays flat, which keeps the file small."""
         blocks = len(self._all) // block
         grain = rng.uniform(-GRAIN, GRAIN, size=(blocks, blocks, self.channels)).astype(np.float32)
         self._all += grain.repeat(block, axis=0).repeat(block, axis=1) * self._drawn
 
     def image(self) -> np.ndarray:
-        """[side, side] or [side, side, 3]."""
+        """The picture without the border, uint8 [side, side] or [side, side, 3]."""
         pixels = np.clip(np.rint(self.pixels), 0, 255).astype(np.uint8)
         return pixels if self.channels == 3 else pixels[:, :, 0]
 
@@ -158,7 +158,7 @@ class Canvas:
 def search_split(
     n: int, *, seed: int, level: str = "medium", kind: str = "digit", grid: int = 4, view: int = 112
 ) -> list[Sample]:
-    """`n` rows whose answers are uniform; row i is the same however many are asked for."""
+    """`n` rows with uniform answers; row i does not depend on `n`."""
     for name, value, known in (("level", level, LEVELS), ("kind", kind, KINDS)):
         if value not in known:
             raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
