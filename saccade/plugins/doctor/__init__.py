@@ -1,9 +1,8 @@
-"""What keeps a run from working here: packages, devices, engines, disk, and of a model its files,
-its chat template and whether everyone who computes with it gets the same numbers.
+"""`saccade doctor` checks that a run can work here: packages, devices, engines, disk, and for a model its files, its
+chat template, and that engines and trainer compute the same log-probs.
 
-A check is a row `(name, function)`; it yields findings `(status, text, fix)`, without a fix where it
-is ok or a note. Nothing is left running or written, but the logs of processes that failed, and torch
-is imported only where a check can say that it is missing.
+A check is a row `(name, function)`; it yields findings `(status, text, fix)`, without a fix if ok or a note. It leaves
+no processes and no files, except logs of processes that failed. Only checks that can report it missing import torch.
 
     run(load(None, ["model.path=my-model"]))
 """
@@ -27,8 +26,8 @@ from saccade.plugins.doctor.machine import Rows
 from saccade.run.messages import shown_by
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "failure": "red"}
-RERUN = "fix this and run doctor again"  # of an error, whose text ends with what helps
-SHOWN, FIRST = 4000, 500  # characters of an error, and how many of them of its beginning
+RERUN = "fix this and run doctor again"  # fix for an exception, whose message says what helps
+SHOWN, FIRST = 4000, 500  # characters shown of an error, and how many of them from its beginning
 Check = tuple[str, Callable[[], Rows]]
 
 
@@ -40,7 +39,7 @@ class Finding(NamedTuple):
 
 
 def run(config: Config, *, as_json: bool = False) -> None:
-    """Print what is found; raise if any of it keeps a run from working."""
+    """Print all findings; raise EnvironmentProblem if any is a failure."""
     from rich.console import Console
     from rich.text import Text
 
@@ -63,7 +62,7 @@ def run(config: Config, *, as_json: bool = False) -> None:
 
 
 def examine(config: Config) -> Iterator[Finding]:
-    """The machine, then the model if the config names one, up to its first failure."""
+    """Findings on the machine, then on the model if the config names one, up to its first failure."""
     rollout, path = config.rollout, config.model.path
     allowed = partial(import_module("saccade.checks").check, config, "chat")
     machine_checks: list[Check] = [
@@ -93,21 +92,21 @@ def examine(config: Config) -> Iterator[Finding]:
 
 
 def look(name: str, check: Callable[[], Rows]) -> list[Finding]:
-    """What a check finds: whatever a broken folder or library raises is a finding, too."""
+    """The findings of a check; any exception becomes a failure."""
     found: list[Finding] = []
     try:
         for row in check():
             found.append(Finding(name, *row))
     except Exception as error:
         text = (str(error) if isinstance(error, SaccadeError) else f"{type(error).__name__}: {error}").strip()
-        if len(text) > SHOWN:  # what failed, and the end of its log
+        if len(text) > SHOWN:  # keep the beginning (what failed) and the end (of its log)
             text = f"{text[:FIRST]} ... {text[FIRST - SHOWN :]}"
         found.append(Finding(name, "failure", text, RERUN))
     return found
 
 
 def model_checks(config: Config) -> list[Check]:
-    """Each needs what the earlier ones looked at."""
+    """The checks of a model, in order: each relies on the earlier ones."""
     path, rollout = Path(config.model.path), config.rollout
     embedded = config.model_copy(update={"rollout": rollout.model_copy(update={"engine": "embedded", "replicas": 0})})
 
@@ -117,7 +116,7 @@ def model_checks(config: Config) -> list[Check]:
 
         quiet_libraries()
         found = family_of(config, config.model.path)
-        # The proof has a row of its own, which shows all comparisons.
+        # Skip the proof on loading: the check `rows` runs it and shows all comparisons.
         return replace(found, spec=replace(found.spec, prove=lambda model, family: None)) if found.spec.prove else found
 
     @cache
@@ -136,7 +135,7 @@ def model_checks(config: Config) -> list[Check]:
         yield "ok", str(agreement().parity.compare(asked, engine, loaded()[0], samples, version=0))
 
     def layout() -> Rows:
-        """What a dry run of `saccade rl` says; a run that does not fit it refuses itself, others may need less."""
+        """Layout and memory as in a dry run of `saccade rl`. Misfits are warnings, as other commands may need less."""
         from saccade.plugins.estimate.estimate_command import estimate, refusal, told
         from saccade.plugins.estimate.layout_choice import choose_layout
         from saccade.plugins.ranks.layouts import require_heads
@@ -150,7 +149,7 @@ def model_checks(config: Config) -> list[Check]:
             yield "ok", f"train.layout={chosen}: {why}" + f"; no estimate: {error}" * (str(error) not in why)
             return
         for line in told(config, found):
-            if line.startswith("train.offload: "):  # too little main memory
+            if line.startswith("train.offload: "):  # too little host memory
                 yield "warning", *line.rsplit("; ", 1)
             else:
                 yield "note" if line in found.notes else "ok", line
@@ -182,14 +181,14 @@ def model_checks(config: Config) -> list[Check]:
 
 
 def _ranks_meet(config: Config) -> Rows:
-    """The processes of several GPUs, started as a run starts them, before any weight is read."""
+    """Start the rank processes as a run does, and test that they connect; loads no weights."""
     if config.run.gpus == 1:
         return
     from saccade.plugins.ranks.starts import start_team
 
     model = config.model.path if Path(config.model.path).is_dir() else ""
     place = Path(config.run.out).absolute()
-    shared = next(folder for folder in (place, *place.parents) if folder.is_dir())  # which all machines must see
+    shared = next(folder for folder in (place, *place.parents) if folder.is_dir())  # visible to all machines
     out = None if config.run.launcher == "local" else shared
     logs = Path(tempfile.mkdtemp(prefix="saccade-doctor-", dir=out))
     try:

@@ -1,6 +1,6 @@
-"""Does everyone who computes with a model get the same numbers? On two prompts: rows packed, through
-transformers and one by one; the embedded engine and the trainer, also with a changed weight and with another
-image; and so with a foreign engine, where the config asks for one.
+"""Checks that log-probs of a model agree, on two prompts: packed rows with transformers' own forward and with
+single rows; the trainer with the embedded engine, also after a weight change and with another image; and the
+same with vLLM, SGLang or replicas, if configured.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from saccade.trainer import Scoring
 from saccade.trainer.local import LocalBackend
 from saccade.types import Group, Message, Request, Sample, Sampling, Trajectory
 
-REPEATS = 2  # answers of a prompt, which share it in a forest
+REPEATS = 2  # answers per prompt, which share it in a forest
 FIX = (
     "this model does not keep packed rows apart or reads positions its own way; use a family of "
     "docs/architecture.md, or model.dtype=float32 if it is rounding"
@@ -28,7 +28,7 @@ FIX = (
 
 
 def questions(family: Family) -> list[Sample]:
-    """Two prompts, with images where the model sees; of different lengths."""
+    """Two prompts of different lengths, with images if the model reads images."""
     if family.spec.image_token is not None:
         return counting_split(2, seed=0, colours=TEACHING_COLOURS)
     texts = ("Name a colour.", "How many legs do three spiders and a cat have together?")
@@ -36,8 +36,8 @@ def questions(family: Family) -> list[Sample]:
 
 
 def rows_agree(backend: LocalBackend, engine: Engine) -> Iterator[tuple[str, ...]]:
-    """A forest, rows through transformers' own forward, and each row alone; of a model that has to be proved, all that
-    the proof compares.
+    """Compare packed rows with transformers' own forward and with single rows. A family that uses the folder's own
+    processor (`reader`) runs the comparisons of its proof instead.
     """
     if backend.family.reader is not None:
         for row in proof.comparisons(backend.model, backend.family):
@@ -76,14 +76,14 @@ def scores(backend: LocalBackend, groups: Sequence[Group]) -> np.ndarray:
 
 @torch.no_grad()
 def by_transformers(backend: LocalBackend, members: Sequence[Trajectory]) -> np.ndarray:
-    """Log-probs by the forward of transformers: its attention, its positions."""
+    """Log-probs from transformers' own forward, with its attention and its positions."""
     model, family, device = backend.model, backend.family, backend.device
     found = []
     model.eval().config._attn_implementation = "sdpa"  # type: ignore[union-attr]
     try:
         for member in members:
             vision = dict(family.vision(member.media, device, backend.dtype))
-            if vision and family.axes > 1:  # positions on several axes are found by them
+            if vision and family.axes > 1:  # transformers derives multi-axis positions from these
                 kinds = (~family.chat.is_text(member.ids)).astype(int)
                 vision["mm_token_type_ids"] = torch.from_numpy(kinds)[None].to(device)
             ids = torch.from_numpy(member.ids)[None].to(device)

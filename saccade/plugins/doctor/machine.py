@@ -13,7 +13,7 @@ from saccade.plugins.engines import INSTALL
 from saccade.system.disk import free_bytes, size, unwritable
 
 LEAST_DISK, LEAST_SHARE = 10**10, 0.5  # free bytes; free share of a GPU's memory
-SHOWN_MODELS = 8  # of an endpoint that has many
+SHOWN_MODELS = 8  # most models of an endpoint that are listed
 TORCH = 'pip install "torch>=2.10,<3"'
 
 Rows = Iterator[tuple[str, ...]]
@@ -25,11 +25,11 @@ def python() -> Rows:
 
 
 def packages() -> Rows:
-    """Installed versions against the ranges that saccade asks for."""
+    """Compare installed versions with the ranges that saccade requires."""
     from packaging.requirements import Requirement
 
     found = []
-    asked = metadata.requires("saccade") if version_of("saccade") else ()  # else it runs from its sources
+    asked = metadata.requires("saccade") if version_of("saccade") else ()  # not installed: it runs from its sources
     for wanted in map(Requirement, asked or ()):
         optional = "extra" in str(wanted.marker or "")
         if not optional and wanted.marker is not None and not wanted.marker.evaluate():
@@ -56,7 +56,7 @@ def devices(wanted: str) -> Rows:
     try:
         import torch
         from torch import distributed
-    except (ImportError, OSError, RuntimeError) as error:  # it may be there and still not load
+    except (ImportError, OSError, RuntimeError) as error:  # an installed torch may fail to load
         yield "failure", f"torch does not load: {error}", TORCH
         return
     pages, page = os.sysconf("SC_AVPHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
@@ -81,7 +81,7 @@ def devices(wanted: str) -> Rows:
 
 def kernels() -> Rows:
     if find_spec("torch") is None:
-        return  # said already
+        return  # reported by `devices`
     import torch
 
     if not torch.cuda.is_available():
@@ -97,7 +97,7 @@ def kernels() -> Rows:
 
 
 def engines(wanted: str) -> Rows:
-    """What the probe of each engine says; only the engine of the config must be there."""
+    """The result of each engine's probe; only the engine of the config must be installed."""
     yield "ok", "embedded: always there"
     for name, install in INSTALL.items():
         text, _, fix = why_not(name).partition("; ")
@@ -110,7 +110,7 @@ def engines(wanted: str) -> Rows:
 
 
 def why_not(name: str) -> str:
-    """Why an engine cannot serve, with the fix; empty when it can."""
+    """Why an engine cannot be used, and the fix after "; "; empty if it can."""
     if name == "vllm":
         from saccade.plugins.engines.vllm.vllm_probe import probe
 
@@ -121,7 +121,7 @@ def why_not(name: str) -> str:
 
 
 def endpoint(rollout: RolloutConfig, check: Callable[[], object]) -> Rows:
-    """Asked for its models, with the key; that costs nothing. `check` refuses a config for it."""
+    """Request the endpoint's list of models with the key, which is free. `check` may refuse the config first."""
     if rollout.engine != "http":
         return
     from saccade.plugins.judges.http_client.chat_client import OFF, ChatClient
@@ -139,7 +139,7 @@ def endpoint(rollout: RolloutConfig, check: Callable[[], object]) -> Rows:
 
 
 def loopback(rollout: RolloutConfig) -> Rows:
-    """Servers and replicas listen there; rewards and environments talk through pipes."""
+    """Servers and replicas listen on loopback; rewards and environments need only pipes."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname(), timeout=5).close()

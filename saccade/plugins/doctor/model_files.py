@@ -1,6 +1,5 @@
-"""A model folder, read without torch: files that are missing, cut short or do not fit; and what its
-tokenizer and chat template do to a conversation, found by rendering some: traps that have cost
-others whole runs.
+"""Checks of a model folder without torch: files that are missing, truncated or inconsistent; and traps of its
+tokenizer and chat template, found by rendering conversations.
 """
 
 import json
@@ -17,7 +16,7 @@ from saccade.types import Media, Message
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
-WORD, OTHER = "qzxj", "vwkq"  # that no template says by itself
+WORD, OTHER = "qzxj", "vwkq"  # texts that no template contains
 USER, REPLY = Message(role="user", parts=(WORD,)), Message(role="assistant", parts=(WORD,))
 SYSTEM = Message(role="system", parts=(OTHER,))
 PICTURE = Media(hash="0", width=56, height=56, data=b"")
@@ -54,7 +53,7 @@ def check(path: Path, has_template: bool) -> Rows:
 
 
 def read_json(path: Path) -> Any:
-    """The content, or an error as a value: a folder is judged to its end."""
+    """The content of a JSON file, or the error as a value, so that the check goes on."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -62,13 +61,13 @@ def read_json(path: Path) -> Any:
 
 
 def _settings(path: Path) -> set[str]:
-    """Keys of a file that have a value."""
+    """The keys of a JSON file whose value is not empty."""
     read = read_json(path)
     return {key for key, value in read.items() if value} if isinstance(read, dict) else set()
 
 
 def weights(path: Path, vocabulary: int | None) -> Rows:
-    """Every shard of the index, every tensor of every shard, every byte of every tensor."""
+    """Check that all shards of the index exist, are complete, and hold the tensors that the index names."""
     places = json.loads((path / INDEX).read_bytes())["weight_map"] if (path / INDEX).exists() else {}
     headers: dict[str, Any] = {shard: header_of(path / shard) for shard in {*places.values()} or {SINGLE}}
     broken = [f"{shard}: {why}" for shard, why in sorted(headers.items()) if isinstance(why, str)]
@@ -93,7 +92,7 @@ def weights(path: Path, vocabulary: int | None) -> Rows:
 
 
 def tokenizer(family: Family, data: DataConfig) -> Rows:
-    """Its ids, and words of the rows that it does not know, where the config names some rows."""
+    """Check the tokenizer's ids, and whether it knows the words of data.train, if the config has any."""
     from saccade.data import datasets
     from saccade.data.sources import parse_address
     from saccade.plugins.check_data.row_warnings import READ, unknown_words
@@ -119,7 +118,7 @@ def traps(family: Family) -> Rows:
 
 
 def shown(family: Family, *messages: Message) -> str | None:
-    """What the template writes; None where it refuses."""
+    """The text that the template renders, or None if it refuses."""
     try:
         return family.chat.text_of(messages, False)
     except ConfigError:

@@ -1,1 +1,1 @@
-"""An engine behind an OpenAI-compatible endpoint: many clients, one engine, a page to chat."""
+"""HTTP servers: an engine behind an OpenAI-compatible endpoint with a chat page, and rewards as a service."""

@@ -1,4 +1,4 @@
-"""Talking with a model: in the terminal, over a file of conversations, or as an endpoint.
+"""Chat with a model: in the terminal, over a file of conversations, or as an HTTP endpoint.
 
 saccade chat models/Qwen2.5-VL-3B-Instruct
 saccade chat run.yaml --batch conversations.json --out answers.json
@@ -38,7 +38,7 @@ KEY = "chat"
 
 @dataclass(kw_only=True)
 class Talk:
-    """An opened model, and a conversation with it in the terminal."""
+    """A loaded model and the state of a conversation in the terminal."""
 
     config: Config
     family: Family
@@ -46,7 +46,7 @@ class Talk:
     sampling: Sampling
     greedy: bool
     messages: list[Message] = field(default_factory=list)
-    pictures: list[Media] = field(default_factory=list)  # for the next message
+    pictures: list[Media] = field(default_factory=list)  # media for the next message
     turns: int = 0
 
     def drawn(self) -> Sampling:
@@ -82,7 +82,7 @@ _say: Say = partial(print, end="", flush=True)
 
 
 def talk(config: Config, *, greedy: bool = False) -> None:
-    """Reads lines until `exit` or the end of the input."""
+    """Answer lines from stdin until `exit` or the end of the input."""
     with suppress(ImportError):
         import readline  # noqa: F401  arrow keys in input()
     with _opened(config, greedy=greedy) as state:
@@ -97,9 +97,9 @@ def talk(config: Config, *, greedy: bool = False) -> None:
                     _say(f"{command} is unknown; expected one of {', '.join(COMMANDS)}, exit\n")
                 else:
                     _answer(state, line, _say)
-            except TrainingError:  # of the weights, whatever the line
+            except TrainingError:  # an error of the weights would repeat for every line
                 raise
-            except SaccadeError as error:  # of this line; the conversation goes on
+            except SaccadeError as error:  # an error of this line; the conversation continues
                 _say(f"{error}\n")
 
 
@@ -112,7 +112,7 @@ def _lines() -> Iterator[str]:
 
 
 def _answer(state: Talk, line: str, say: Say) -> None:
-    """Says the answer as it comes; Ctrl-C ends it where it is."""
+    """Stream the answer to a line; Ctrl-C cuts it off."""
     messages = (*state.messages, Message(role="user", parts=(*state.pictures, line)))
     request = state.request(KEY, messages, state.turns)
     stream, text, engine = TextStream(state.family.decode), "", state.engine
@@ -135,8 +135,8 @@ def _answer(state: Talk, line: str, say: Say) -> None:
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Tells of Ctrl-C, which would leave caches half written if it struck within an engine's step;
-    a second one strikes all the same.
+    """Context manager: the first Ctrl-C only sets the event, as an exception inside an engine's step could leave caches
+    half written. A second Ctrl-C interrupts as usual.
     """
     pressed, before = threading.Event(), signal.getsignal(signal.SIGINT)
 
@@ -158,7 +158,7 @@ def _attach(kind: str, example: str, state: Talk, path: str) -> str:
     media = KINDS[kind].open(_file(path, f"/{kind} {example}"), limits=state.config.data)
     if kind == "series" and state.family.series is None:
         raise ConfigError("/series: this model has no encoder; try model.series.encoder=patches")
-    state.family.measure(media)  # refuses other leads than the encoder reads
+    state.family.measure(media)  # refuses a series with other channels than the encoder reads
     state.pictures.append(media)
     return f"{media.width}x{media.height}, goes with the next message"
 
@@ -207,7 +207,7 @@ COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
 
 def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: bool = False) -> None:
     """Write answers to the conversations of a JSON list; images are data URLs, or paths relative to its folder. A
-    conversation that cannot be answered gets an error in its place; after all others, this raises.
+    conversation that cannot be answered gets an error in its place; if there is one, this raises at the end.
     """
     items, rows, asked = _read(path), dict[int, dict[str, Any]](), dict[int, tuple[Message, ...]]()
     for index, item in enumerate(items):
@@ -252,7 +252,7 @@ def _read(path: Path) -> list[Any]:
 
 
 def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[Message, ...]:
-    """A row as those of a data set of messages are; paths of its files are relative to `folder`."""
+    """Reads an item as a row of the data format `messages`; its file paths are relative to `folder`."""
 
     def open_image(source: Any, *, kind: str = "image", **options: Any) -> Media:
         return open_any(kind, source, options, base=folder, limits=config.data)
@@ -292,7 +292,7 @@ def _write(answered: Sequence[Any], out: Path | None) -> None:
 
 
 def serve(config: Config, *, host: str, port: int, token: bool, greedy: bool) -> None:
-    """Serve until it is interrupted. The engine runs in this thread, the server in another."""
+    """Serve until interrupted. The engine runs in this thread, the HTTP server in a background thread."""
     from saccade.plugins.serving.chat_endpoint import Served, chat_app
     from saccade.plugins.serving.engine_hub import Hub
     from saccade.plugins.serving.http_server import make_token, running, shown_token

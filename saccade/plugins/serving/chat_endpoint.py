@@ -1,4 +1,4 @@
-"""The OpenAI-style endpoint of a served engine and its page: routes, answers, streams.
+"""The OpenAI-style endpoint of an engine and its chat page: routes, answers, streams.
 
 app = chat_app(hub, served, token="sesame")
 with running(app, "127.0.0.1", 8000): hub.run()
@@ -31,10 +31,10 @@ Json = dict[str, Any]
 
 
 def chat_app(hub: Hub, served: Served, *, token: str) -> FastAPI:
-    """`token` is empty where none is asked for; the page holds no secret, and asks for it."""
+    """The application. An empty `token` requires none; the page needs no token itself, and asks the user for it."""
     app = json_app(Gate(token=token, public=("/",)), _error)
     card = {"id": served.model, "object": "model", "owned_by": "saccade", "created": int(time.time())}
-    rendering = threading.Lock()  # tokenizers are not made for several threads
+    rendering = threading.Lock()  # tokenizers are not thread-safe
 
     @app.get("/")
     async def page() -> Response:
@@ -76,11 +76,11 @@ def chat_app(hub: Hub, served: Served, *, token: str) -> FastAPI:
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a client wants, and how answers to it are written."""
+    """A client's request, and the JSON of its answers."""
 
     body: ChatBody | CompletionBody
     served: Served
-    requests: tuple[Request, ...]  # one for each choice
+    requests: tuple[Request, ...]  # one per choice (`n`)
 
     @property
     def chat(self) -> bool:
@@ -129,7 +129,7 @@ async def _whole(hub: Hub, asked: Asked) -> Json:
 
 
 async def _stream(hub: Hub, asked: Asked) -> AsyncGenerator[str, None]:
-    """Events; a stream that fails ends with its error, without the last mark."""
+    """Server-sent events. A stream that fails ends with its error and without `[DONE]`."""
     head = asked.head(piece=True)
     streams = [asked.stream() for _ in asked.requests]
     done: list[Completion] = []

@@ -1,7 +1,7 @@
-"""OpenAI-style requests: what a client sends becomes requests for the engine.
+"""Turns OpenAI-style requests into requests for the engine.
 
-Nothing is fetched: an image is a data URL. A field that would change the answer and is not served
-is refused by name, never ignored.
+Nothing is fetched: images must be data URLs. An unsupported field that would change the answer is refused by
+name, never ignored.
 
     read_chat(ChatBody(messages=[{"role": "user", "content": "Hi"}]), served)
 """
@@ -21,9 +21,9 @@ from saccade.models.families import Family
 from saccade.plugins.serving.http_server import BadRequest
 from saccade.types import Media, Message, Request, Sampling
 
-# Change nothing of an answer.
+# Fields that do not change an answer.
 IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier"})
-# Served at this value only.
+# Fields that are accepted with this value only.
 NEUTRAL: Mapping[str, Any] = {
     **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_p": 0, "top_logprobs": 0},
     **{"logit_bias": {}, "best_of": 1, "echo": False, "suffix": None, "tools": []},
@@ -35,7 +35,7 @@ NEUTRAL: Mapping[str, Any] = {
 
 
 def _whole_text(text: str) -> str:
-    text.encode()  # half a surrogate pair is no text
+    text.encode()  # raises for a lone surrogate
     return text
 
 
@@ -44,7 +44,7 @@ _NonEmpty = Annotated[_Str, Field(min_length=1)]
 
 
 def _from_text(make: Callable[[str], Any]) -> BeforeValidator:
-    """A plain text may stand in the place of what is made of it."""
+    """Validator: accepts a plain string and converts it by `make`."""
     return BeforeValidator(lambda value: make(value) if isinstance(value, str) else value)
 
 
@@ -57,7 +57,7 @@ class _Url(_Record):
 
 
 class _Part(_Record):
-    """Its type is the name of the field that it has."""
+    """`type` is the name of the field that holds the content."""
 
     type: Literal["text", "image_url"]
     text: _Str | None = None
@@ -74,7 +74,7 @@ class _Options(_Record):
 
 
 class Body(_Record):
-    """What both kinds of requests share; null stands for a field that is left out."""
+    """The fields of both kinds of requests; null equals a missing field."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -94,7 +94,7 @@ class Body(_Record):
 
     @property
     def wants_logprobs(self) -> bool:
-        return self.logprobs is not None and self.logprobs is not False  # 0 asks for them too
+        return self.logprobs is not None and self.logprobs is not False  # 0 requests them too
 
 
 class ChatBody(Body):
@@ -112,13 +112,13 @@ class CompletionBody(Body):
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What requests are read against."""
+    """The served model, with defaults and limits of requests."""
 
     family: Family
-    model: str
-    sampling: Sampling  # where a client says nothing; its max_tokens is the most that one gets
+    model: str  # its name in requests
+    sampling: Sampling  # defaults; its max_tokens is also the limit
     data: DataConfig  # limits of images and prompts
-    logprobs: bool
+    logprobs: bool  # whether the engine returns log-probs
 
     def require(self, model: str) -> None:
         if model != self.model:
@@ -127,15 +127,15 @@ class Served:
 
 
 def read_chat(body: ChatBody, served: Served) -> tuple[Request, ...]:
-    """One request for each choice."""
+    """One engine request per choice (`n`)."""
     messages = tuple(_message(turn, f"messages[{i}]", served.data) for i, turn in enumerate(body.messages))
     images, most = sum(len(m.media) for m in messages), served.data.max_images
     if images > most:
         raise BadRequest("messages", f"{images} images, at most {most} are taken here")
     try:
-        # Past the family's memory of prompts, which would hold every image that was ever sent.
+        # Bypasses the family's prompt cache, which would keep every image ever sent.
         rendered = served.family.chat.render(messages, served.family.measure, generation=True)
-    except SaccadeError as error:  # roles or images that the model's template does not take
+    except SaccadeError as error:  # roles or images that the model's template does not support
         raise BadRequest("messages", str(error)) from None
     prompt = Request(key="chat", ids=rendered.ids, media=rendered.media, messages=messages)
     return _choices(body, served, prompt, field="messages")
@@ -193,7 +193,7 @@ def _media(url: str, field: str, limits: DataConfig) -> Media:
         raise BadRequest(field, "only images inside the request are taken: data:image/png;base64,...")
     try:
         media = open_media(url, limits=limits)
-        decode(media)  # here, where a damaged file costs one request and not the engine
+        decode(media)  # now, so that a damaged file fails this request and not the engine
     except SaccadeError as error:
         raise BadRequest(field, str(error)) from None
     return media

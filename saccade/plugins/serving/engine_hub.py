@@ -1,4 +1,4 @@
-"""One engine for many clients: one thread drives the engine, coroutines of another wait for it.
+"""One engine for many clients: one thread drives the engine, coroutines in the server's thread await its events.
 
 hub = Hub(engine)
 async for event in hub.ask(requests): ...    # in the event loop of a server
@@ -20,7 +20,7 @@ from saccade.engines import Engine
 from saccade.errors import SaccadeError
 from saccade.types import Completion, Request
 
-GLANCE = 1.0  # seconds after which a client looks whether the engine still runs
+GLANCE = 1.0  # seconds between a waiting client's checks that the engine still runs
 
 
 class Closed(SaccadeError):
@@ -28,7 +28,7 @@ class Closed(SaccadeError):
 
 
 class Event(NamedTuple):
-    """What one of the asked sequences has so far; at the end its completion."""
+    """The ids of one choice so far; the last event of a choice has its completion."""
 
     choice: int
     ids: np.ndarray
@@ -52,8 +52,8 @@ class Hub:
         self._numbers = itertools.count()
 
     async def ask(self, requests: Sequence[Request], *, stream: bool = False) -> AsyncGenerator[Event, None]:
-        """Events of all requests until each is complete; a caller that stops reading aborts the rest.
-        Raises what the engine says against one of them.
+        """Events of all requests until each is complete; closing the generator aborts the rest.
+        Raises the engine's error if it rejects or fails one of them.
         """
         events: asyncio.Queue[Event | SaccadeError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -103,7 +103,7 @@ class Hub:
         self._inbox.put(partial(setattr, self, "closed", True))
 
     def _take(self) -> None:
-        """Do what clients want; wait when there is nothing else to do."""
+        """Run the clients' submits and aborts; block while the engine has no pending requests."""
         while not self.closed and not (self._inbox.empty() and self.engine.pending):
             self._inbox.get()()
 

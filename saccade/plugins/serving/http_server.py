@@ -1,7 +1,7 @@
-"""What every server here does with HTTP: token, limits, JSON errors, by FastAPI and uvicorn.
+"""HTTP shared by all our servers: token, size limits, JSON errors (FastAPI and uvicorn).
 
-Listens on loopback unless told otherwise, and asks for a token. Without one it answers only
-requests that name a loopback host, so a web page whose host name resolves to this machine gets nothing.
+By default a server listens on loopback and requires a token. Without a token it answers only requests
+whose Host header is a loopback name, which blocks DNS rebinding by web pages.
 
     app = json_app(Gate(token="sesame"), lambda problem: {"error": str(problem)})
     app.get("/health")(lambda: {"status": "ok"})
@@ -39,34 +39,34 @@ from saccade.plugins.judges.http_client.sender import LOOPBACK
 T = TypeVar("T")
 TOKEN = "SACCADE_TOKEN"
 LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
-DRAINED = 2**30  # bytes of a refused request that are taken, so that its client reads why
-SILENCE = 60  # seconds that a client may neither send nor read
-BACKLOG = 1024  # connections that wait to be accepted
-GRACE = 5  # seconds for replies under way when a server stops
-QUOTED = 200  # characters of a wrong value
+DRAINED = 2**30  # bytes of a refused request's body that are read, so that its client gets the reply
+SILENCE = 60  # seconds without sending or receiving after which a client is disconnected
+BACKLOG = 1024  # connections that may wait to be accepted
+GRACE = 5  # seconds for open replies when a server stops
+QUOTED = 200  # characters of a wrong value that an error message shows
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'"
 SAFE = [("X-Content-Type-Options", "nosniff"), ("Content-Security-Policy", POLICY)]
 
 
 class BadRequest(Exception):
     def __init__(self, field: str | None, reason: str, *, status: int = 400, code: str = "", hold: float = 0.0) -> None:
-        """`hold`: seconds after which the client may come back."""
+        """`hold`: seconds after which the client may retry (Retry-After)."""
         super().__init__(f"{field}: {reason}" if field else reason)
         self.field, self.status, self.code, self.hold = field, status, code, hold
 
 
 @dataclass(kw_only=True)
 class Gate:
-    """Who may ask, and how much. Used in the thread of the server only."""
+    """Which requests are admitted, and how large. Not thread-safe: used in the server's thread only."""
 
-    token: str  # empty: none is asked for
-    largest_body: int = 64 * 2**20
+    token: str  # empty: none is required
+    largest_body: int = 64 * 2**20  # bytes
     public: tuple[str, ...] = ()  # paths that need no token
-    room: float = math.inf  # bytes of requests that may still come into memory
+    room: float = math.inf  # bytes of request bodies that still fit into memory
 
 
 def make_token(host: str, *, wanted: bool) -> str:
-    """SACCADE_TOKEN, or a new one; empty where none is wanted and only this machine can ask."""
+    """SACCADE_TOKEN, or a new token; empty if none is `wanted`, which only a loopback host may ask for."""
     if not wanted and host not in LOOPBACK:
         helps = "leave the option out, or use --host 127.0.0.1"
         raise ConfigError(f"--no-token: {host} can be reached from other machines; {helps}")
@@ -74,7 +74,7 @@ def make_token(host: str, *, wanted: bool) -> str:
 
 
 def shown_token(token: str) -> str:
-    """For the screen, which may be a log: a token that the user chose is not repeated."""
+    """The token as it is printed. The user's own shows as $SACCADE_TOKEN, as the output may go to a log."""
     return f"${TOKEN}" if token == os.environ.get(TOKEN) else token
 
 
@@ -82,14 +82,14 @@ class JsonReply(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(content).encode()  # ASCII: a text may hold half a surrogate pair
+        return json.dumps(content).encode()  # escaped to ASCII: a lone surrogate cannot be encoded as UTF-8
 
 
 # -- an application --------------------------------------------------------------------------------
 
 
 def json_app(gate: Gate, render: Callable[[BadRequest], Mapping[str, Any]]) -> FastAPI:
-    """An application without routes, behind the gate; `render` writes the body of an error."""
+    """An application without routes whose requests pass the gate; `render` makes the JSON body of an error."""
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
     def refuse(problem: BadRequest) -> Response:
@@ -106,7 +106,7 @@ def json_app(gate: Gate, render: Callable[[BadRequest], Mapping[str, Any]]) -> F
 
 
 def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -> ASGIApp:
-    """Lets through what may come in, with its body read whole; refuses the rest before it is."""
+    """ASGI middleware: refuses requests by their headers, and reads the whole body of the others before the app."""
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"].rstrip("/") or "/"
@@ -128,7 +128,7 @@ def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -
             try:
                 body = b"".join([piece async for piece in _pieces(receive)])
                 read.append({"type": "http.request", "body": body})
-                # uvicorn leaves out the body of a reply to HEAD.
+                # HEAD is routed as GET; uvicorn drops the body of the reply.
                 inner = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
                 await app(inner, replay, send_in_time)
             finally:
@@ -140,7 +140,7 @@ def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -
 
 
 def _admitted(gate: Gate, method: str, path: str, headers: Headers) -> int:
-    """The length of a request's body; raises why the request is refused."""
+    """Returns the length of a request's body; raises BadRequest if the request is refused."""
     if not gate.token:
         if not LOOPBACK_NAME.fullmatch(headers.get("Host", "")):
             raise BadRequest(None, "this server answers its own machine only", status=403)
@@ -150,10 +150,10 @@ def _admitted(gate: Gate, method: str, path: str, headers: Headers) -> int:
             raise BadRequest(None, "wrong or missing token", status=401, code="invalid_api_key")
     if "Transfer-Encoding" in headers:
         raise BadRequest(None, "send a Content-Length", status=411)
-    length = int(headers.get("Content-Length", 0))  # h11 lets only digits through, and few
+    length = int(headers.get("Content-Length", 0))  # h11 has checked that it is a short string of digits
     if length > gate.largest_body:
         raise BadRequest(None, f"more than {gate.largest_body >> 20} MiB", status=413)
-    # A page from elsewhere cannot send this type without being allowed to.
+    # A page of another origin cannot send this type without a CORS preflight, which fails here.
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind != "application/json":
         raise BadRequest(None, "send Content-Type: application/json", status=415)
@@ -163,7 +163,7 @@ def _admitted(gate: Gate, method: str, path: str, headers: Headers) -> int:
 
 
 async def _in_time(step: Awaitable[T]) -> T:
-    """A client that falls silent counts as one that has left."""
+    """Await `step`; a client that is silent for SILENCE seconds counts as disconnected."""
     try:
         with anyio.fail_after(SILENCE):
             return await step
@@ -172,7 +172,7 @@ async def _in_time(step: Awaitable[T]) -> T:
 
 
 async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
-    """A body as it comes in."""
+    """The pieces of a request's body, as they arrive."""
     more = True
     while more:
         message = await _in_time(receive())
@@ -183,8 +183,7 @@ async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
 
 
 async def _turn_away(response: Response, receive: Receive, send: Send) -> None:
-    """Many clients read the reply only after they have sent all, so what they send is taken first,
-    and dropped."""
+    """Send a refusal, then read and drop the body: many clients read the reply only after sending all of it."""
     head = [*response.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": response.status_code, "headers": head})
     await send({"type": "http.response.body", "body": response.body, "more_body": True})
@@ -197,8 +196,7 @@ async def _turn_away(response: Response, receive: Receive, send: Send) -> None:
 
 
 def _problem(error: Exception, path: str) -> BadRequest:
-    """What a client reads of an error; a field is named as it would write it:
-    `messages[0].content`."""
+    """The error as shown to a client, with the path of the wrong field, such as `messages[0].content`."""
     if isinstance(error, BadRequest):
         return error
     if isinstance(error, HTTPException):
@@ -223,7 +221,7 @@ def _problem(error: Exception, path: str) -> BadRequest:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn would wait for ever for the rest of a request that has begun."""
+    """Adds a timeout while a request is incomplete, for which uvicorn has none."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -241,7 +239,7 @@ class _Protocol(H11Protocol):
 
 @contextmanager
 def running(app: FastAPI, host: str, port: int) -> Iterator[str]:
-    """Serves in a thread until the block ends; yields the address. Port 0 takes a free one."""
+    """Context manager: serve in a background thread; yields the URL. Port 0 picks a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -255,7 +253,7 @@ def running(app: FastAPI, host: str, port: int) -> Iterator[str]:
         loop="asyncio",
         lifespan="off",
         log_config=None,
-        log_level="critical",  # clients that leave are no news, and faults are logged in json_app
+        log_level="critical",  # hides lost connections; errors of the app are logged in json_app
         access_log=False,
         server_header=False,
         headers=SAFE,

@@ -1,8 +1,8 @@
 """Rewards over HTTP: POST /get_reward, and GET /health, /info and /metrics.
 
-A bounded queue is in front of a `Scorer`. A request that comes again under its id, because its first
-reply was lost, waits for the scores of the first. When too many samples wait, clients learn when
-to come back. The rules run in the scorer's processes, so none can hold up the rest.
+A `Scorer` behind a bounded queue. A request that is repeated with the same id, because its reply was lost,
+gets the scores of the first. When too many samples wait, requests are refused with a Retry-After.
+Verifiers run in the scorer's worker processes, so a slow one cannot block the others.
 
     service = RewardService(scorer, config.reward.serve, config.data)
     with running(reward_app(service, token="sesame"), "127.0.0.1", 8400): ...
@@ -47,21 +47,21 @@ from saccade.rewards.scorer import Scorer
 from saccade.types import Media
 
 PATH = "/get_reward"
-ROOM = 2  # largest requests that fit into memory at once
-KEPT = 512  # finished requests whose scores can still be asked for
-LATENCIES = 2048  # requests that quantiles look back on
-LONGEST_HOLD = 30.0  # seconds that a client is sent away
+ROOM = 2  # bodies of the largest size that may be in memory at once
+KEPT = 512  # requests whose scores are kept for repeats
+LATENCIES = 2048  # latest requests over which latency quantiles are computed
+LONGEST_HOLD = 30.0  # most seconds of a Retry-After
 STATUSES = ("ok", "abstain", "error")
-GLANCE = 0.2  # seconds between two looks at whether to stop
-GRACE = 30.0  # seconds for what is under way when the service is told to stop
+GLANCE = 0.2  # seconds between two checks for a stop signal
+GRACE = 30.0  # seconds for waiting samples after a stop signal
 
 
 def reward_app(service: RewardService, *, token: str) -> FastAPI:
-    """`token` is empty where none is asked for."""
+    """The application; an empty `token` requires none."""
     largest = service.serve.max_body_mb * 2**20
     gate = Gate(token=token, largest_body=largest, public=("/health",), room=ROOM * largest)
     app = json_app(gate, lambda problem: {"error": str(problem)})
-    threads = anyio.CapacityLimiter(BACKLOG)  # they wait for scores
+    threads = anyio.CapacityLimiter(BACKLOG)  # each of these threads waits for the scores of one request
 
     @app.post(PATH)
     async def get_reward(request: Request, body: dict[str, Any]) -> Response:
@@ -77,7 +77,7 @@ def reward_app(service: RewardService, *, token: str) -> FastAPI:
 
 
 class RewardService:
-    """`answer` from any thread."""
+    """Scores requests and counts them. `answer` is thread-safe."""
 
     def __init__(self, scorer: Scorer, serve: ServeConfig, data: DataConfig) -> None:
         self.scorer, self.serve, self.data = scorer, serve, data
@@ -86,7 +86,7 @@ class RewardService:
         self._changed = threading.Condition()
         self._pending = 0  # samples
         self._requests: OrderedDict[str, Future[list[Scored]]] = OrderedDict()
-        self._rate = 0.0  # samples a second, lately
+        self._rate = 0.0  # samples per second, moving average
         self._counts = dict.fromkeys(("requests", "repeated", "busy", "refused", *STATUSES), 0)
         self._seconds: deque[float] = deque(maxlen=LATENCIES)
         self._log = serve.log
@@ -95,7 +95,7 @@ class RewardService:
             Path(serve.log).touch()
 
     def answer(self, body: Mapping[str, Any], *, digest: str) -> dict[str, Any]:
-        """The reply. `digest` of the request's bytes tells requests with the same id by mistake apart."""
+        """The reply. Repeats are found by `digest`, of the request's bytes: ids of different requests may collide."""
         key, mine = digest if body.get("request_id") else "", Future[list[Scored]]()
         with self._changed:
             first = self._requests.setdefault(key, mine) if key else mine
@@ -108,7 +108,7 @@ class RewardService:
                 mine.set_result(self._score(body))
             except BaseException as problem:
                 with self._changed:
-                    self._requests.pop(key, None)  # who was sent away may come back
+                    self._requests.pop(key, None)  # a refused client may retry
                     self._counts["refused"] += isinstance(problem, BadRequest) and problem.status == 400
                 mine.set_exception(problem)
         return reply_to(first.result(), ours=body.get("protocol") == PROTOCOL, unscored=self.serve.unscored)
@@ -125,7 +125,7 @@ class RewardService:
         return JsonReply(shown, 503 if self.draining else 200)
 
     async def metrics(self) -> Response:
-        """In the format that Prometheus reads."""
+        """Counters and gauges in the text format of Prometheus."""
         with self._changed:
             counts, seconds, pending = dict(self._counts), list(self._seconds), self._pending
         gauges = {"pending": pending, "queue": self.serve.queue, "uptime_seconds": time.time() - self.started}
@@ -140,7 +140,7 @@ class RewardService:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     def drain(self, seconds: float) -> bool:
-        """Take no more, and wait for what is there; False when some is left."""
+        """Refuse new requests and wait for pending samples; returns False if some are left after `seconds`."""
         with self._changed:
             self.draining = True
             return self._changed.wait_for(lambda: not self._pending, seconds)
@@ -180,7 +180,7 @@ class RewardService:
         try:
             with open(self._log, "a", encoding="utf-8") as log:
                 log.writelines(map(_line, samples, scored))
-        except OSError as error:  # who waits for these scores has no use for a log
+        except OSError as error:  # a failing log must not fail the scores
             why = f"{self._log} cannot be written ({error})"
             logging.getLogger("saccade").warning(f"reward.serve.log: {why}; no more is logged")
             self._log = None
@@ -200,7 +200,7 @@ class RewardService:
 
 
 def _with_images(samples: Sequence[RewardSample], images: Any, limits: DataConfig, folder: Path) -> list[RewardSample]:
-    """The samples with their images as files in `folder`, where rewards always find them."""
+    """The samples with their images stored as files in `folder`, as verifiers read images by path."""
     if not isinstance(images, list) or len(images) != len(samples):
         raise BadRequest("images", f"not {len(samples)} entries")
     most, earlier, shown = limits.max_images, dict[str, Media](), list[RewardSample]()
@@ -214,7 +214,7 @@ def _with_images(samples: Sequence[RewardSample], images: Any, limits: DataConfi
             except (ValueError, SaccadeError) as error:
                 raise BadRequest(f"images[{index}][{number}]", str(error)) from None
             earlier[str([index, number])] = media[-1]
-        # Records know the size before it was shrunk for the way, which answers refer to.
+        # The client's records have the image size before it was shrunk for sending, which answers refer to.
         facts = sample.images if len(sample.images) == len(media) else image_records(media)
         records = [{**record, "path": m.path} for record, m in zip(facts, media, strict=True)]
         shown.append(replace(sample, media=tuple(media), images=records))
@@ -244,7 +244,7 @@ def _line(sample: RewardSample, scored: Scored) -> str:
 
 
 def serve(config: Config, *, host: str, port: int, token: bool) -> None:
-    """`saccade serve-reward`: until SIGTERM or Ctrl-C; what clients wait for by then is still answered."""
+    """`saccade serve-reward`: serve until SIGTERM or Ctrl-C, then answer the pending requests."""
     checks.check(config, "serve-reward")
     config = on_one_gpu(config)
     secret = http_server.make_token(host, wanted=token)
@@ -253,9 +253,9 @@ def serve(config: Config, *, host: str, port: int, token: bool) -> None:
         prompt_format=config.prompt.format,
         max_tokens=config.rollout.max_tokens,
         isolate=True,
-        load_model=lambda path: HOOKS["load_reward_model"](config, path),  # torch only where one scores
+        load_model=lambda path: HOOKS["load_reward_model"](config, path),  # imports torch only if a model is used
     )
-    stops: list[int] = []  # a list, because a handler must not wait for a lock
+    stops: list[int] = []  # not an Event: a signal handler must not wait for a lock
     with closing(scorer):
         service = RewardService(scorer, config.reward.serve, config.data)
         with http_server.running(reward_app(service, token=secret), host, port) as address:

@@ -1,7 +1,7 @@
-"""Text of tokens that are still coming in.
+"""Incremental decoding of a growing sequence of tokens.
 
-A character may be spread over tokens and a stop string over pieces, so what could still change is
-held back until it cannot; the pieces together are the text of the whole.
+A character may span several tokens and a stop string several pieces, so text that could still change is
+held back. The pieces add up to the text of the whole sequence.
 
     stream = TextStream(family.decode)
     stream.add(ids_so_far)      # the new text
@@ -11,29 +11,29 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-BROKEN = "\ufffd"  # what a decoder shows for a character that is not complete
-LATEST = 3  # tokens in which the beginning of such a character can lie
-CONTEXT = 8  # tokens that are decoded again beside new ones: some decoders look back
+BROKEN = "\ufffd"  # a decoder's output for an incomplete character
+LATEST = 3  # last tokens in which an incomplete character can begin
+CONTEXT = 8  # earlier tokens that are decoded again with new ones: some decoders depend on them
 
 
 class TextStream:
     def __init__(self, decode: Callable[[np.ndarray], str], stop: Sequence[str] = ()) -> None:
-        """`stop`: strings that end the text and do not belong to it."""
+        """`stop`: strings that end the text and are not part of it."""
         self._decode, self._stop = decode, stop
-        self._read = 0  # ids that are in `_text`
-        self._text = ""  # of them
-        self._shown = 0  # characters of it that were given out
+        self._read = 0  # number of ids decoded into `_text`
+        self._text = ""
+        self._shown = 0  # characters of `_text` that were returned
         self.stopped_by: str | None = None
 
     def add(self, ids: np.ndarray) -> str:
-        """The text that is new, given all ids so far."""
+        """Returns the new text, given all ids so far."""
         if self.stopped_by is None:
             self._take(ids)
         held = max((len(end) for end in self._stop), default=1) - 1
         return self._show(max(self._shown, len(self._text) - held))
 
     def finish(self, ids: np.ndarray) -> str:
-        """What is left, given all ids there will be."""
+        """Returns the remaining text, given all ids of the finished sequence."""
         self._text = self._text[: self._shown] + self._decode(ids)[self._shown :]
         self._cut()
         return self._show(len(self._text))
@@ -41,7 +41,7 @@ class TextStream:
     def _take(self, ids: np.ndarray) -> None:
         start = max(0, self._read - CONTEXT)
         before = self._decode(ids[start : self._read])
-        for held in range(LATEST + 1):  # what is broken before the latest tokens too will stay so
+        for held in range(LATEST + 1):  # a character that began earlier is invalid, not incomplete
             end = max(self._read, len(ids) - held)
             after = self._decode(ids[start:end])
             if not after.endswith(BROKEN):

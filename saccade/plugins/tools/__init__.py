@@ -1,1 +1,1 @@
-"""Tools of a policy: crop, calculator, functions of the user."""
+"""Environments with tools: zoom (crop), calculator, the user's functions."""

@@ -1,6 +1,6 @@
-"""A calculator with a closed grammar: numbers, + - * / ^, parentheses. There is no name to look up.
+"""A calculator with a closed grammar: numbers, + - * / ^, parentheses; no names, no eval.
 
-Exact while it can be: fractions, not floats. Length, depth and size of numbers are bounded.
+Computes exactly, with fractions. Length, depth and size of numbers are bounded.
 
     >>> calculate("2 * (1/3 + 4)")
     '8.666666667'
@@ -13,16 +13,16 @@ from fractions import Fraction
 
 from saccade.plugins.tools.calls import CallError
 
-LONGEST = 400  # characters
-DEEPEST = 40
+LONGEST = 400  # characters of an expression
+DEEPEST = 40  # nesting
 MOST_BITS = 1024  # of a numerator or denominator
 NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-TOKEN = re.compile(rf"({NUMBER})|(\*\*|[-+*/^()])|([^ \t].*)", re.DOTALL)  # the last one is no token
-SIGN = 3  # how tightly a sign binds: looser than ^, tighter than *
+TOKEN = re.compile(rf"({NUMBER})|(\*\*|[-+*/^()])|([^ \t].*)", re.DOTALL)  # the last group: an invalid rest
+SIGN = 3  # precedence of a sign: below ^, above *
 
 
 def calculate(expression: str) -> str:
-    """The value in digits. Raises CallError("expression") for what is no arithmetic or too large."""
+    """Returns the value as a decimal string. Raises CallError("expression") if it is not arithmetic or too large."""
     tokens = _tokens(expression)
     try:
         value = _value(tokens, least=1, depth=1)
@@ -49,7 +49,7 @@ def _tokens(text: str) -> list[str]:
 
 
 def _value(tokens: list[str], least: int, depth: int) -> Fraction:
-    """Takes an operand and the operators after it that bind at least so tightly; ^ binds to the right."""
+    """Precedence climbing: consume an operand and the operators of precedence `least` or more; ^ associates right."""
     if depth > DEEPEST:
         raise _wrong("too deeply nested")
     token = tokens.pop(0) if tokens else ""
@@ -63,7 +63,7 @@ def _value(tokens: list[str], least: int, depth: int) -> Fraction:
     elif token in ("", ")", *OPERATORS):
         raise _wrong("a number is missing")
     else:
-        if abs(int(token.lower().partition("e")[2] or 0)) > MOST_BITS:  # before its digits are made
+        if abs(int(token.lower().partition("e")[2] or 0)) > MOST_BITS:  # before Fraction expands the digits
             raise _wrong("too large")
         value = _bounded(Fraction(token))
     while tokens and tokens[0] in OPERATORS and (binds := OPERATORS[tokens[0]][0]) >= least:

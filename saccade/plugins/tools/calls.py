@@ -1,7 +1,7 @@
-"""How a policy writes a call, and the reader of what it wrote.
+"""The syntax of tool calls, and their parser.
 
-A call is a JSON object between tags, whose strings may have single quotes. What a model writes is
-never evaluated, and what is read is bounded in length and depth.
+A call is a JSON object between tags, whose strings may have single quotes. It is never evaluated as code, and
+its length and depth are bounded.
 
     >>> read("{'source': 'original_image', 'bbox_2d': [0, 0.5, 1, 1]}")["bbox_2d"]
     [0, 0.5, 1, 1]
@@ -18,13 +18,13 @@ LONGEST = 4096  # bytes of a call
 DEEPEST = 8  # brackets inside brackets
 MOST_DIGITS = 16  # of an integer; longer ones are floats
 
-# One that is never closed goes on to the end, so that time is linear; no object ends behind it.
+# An unclosed string matches up to the end, which keeps matching linear; such a text is never valid JSON.
 STRING = re.compile(r"""\"(?:[^"\\]|\\.)*\"?|'(?:[^'\\]|\\.)*'?""", re.DOTALL)
 ESCAPE = re.compile(r"""\\.|["]""")
 
 
 class CallError(Exception):
-    """A call that cannot be answered. `reason` is counted; `facts` fill the text of that reason."""
+    """A call that cannot be answered. `reason` names its text and its metric; `facts` fill in the text."""
 
     def __init__(self, reason: str, **facts: Any) -> None:
         super().__init__(f"{reason} {facts or ''}".strip())
@@ -32,16 +32,16 @@ class CallError(Exception):
 
 
 class Written(NamedTuple):
-    """A call in a turn: where it is with its tags, and what is between them."""
+    """A call in a turn: the span including its tags, and the text between them."""
 
     start: int
     end: int
-    body: str | None  # None: it was opened and never closed
+    body: str | None  # None: the tag is not closed
 
 
 def find(text: str, call: str, most: int) -> list[Written]:
-    """The first calls of a turn, `most` of them. A tag that is only mentioned before a call does
-    not begin it.
+    """The first calls of a turn, at most `most`. A call starts at the last opening tag before its closing tag, so an
+    earlier mention of the tag does not start it.
     """
     opening, closing = f"<{call}>", f"</{call}>"
     found: list[Written] = []
@@ -56,7 +56,7 @@ def find(text: str, call: str, most: int) -> list[Written]:
 
 
 def read(text: str | None) -> dict[str, Any]:
-    """The object that a call holds."""
+    """Parse the object in a call; raises CallError."""
     if text is None:
         raise CallError("unclosed")
     if len(text) > LONGEST or len(text.encode(errors="replace")) > LONGEST:
@@ -67,7 +67,7 @@ def read(text: str | None) -> dict[str, Any]:
     hooks: dict[str, Any] = dict.fromkeys(("parse_int", "parse_float", "parse_constant"), _number)
     try:
         value = json.loads(STRING.sub(_double_quoted, text), object_pairs_hook=_object, **hooks)
-        json.dumps(value, ensure_ascii=False).encode()  # half a character could not be stored
+        json.dumps(value, ensure_ascii=False).encode()  # raises for a lone surrogate, which could not be stored
     except (json.JSONDecodeError, UnicodeEncodeError):
         raise CallError("json") from None
     if not isinstance(value, dict):
@@ -92,6 +92,6 @@ def _number(text: str) -> int | float:
 
 
 def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    if len(dict(pairs)) < len(pairs):  # which of two equal names counts is a matter of taste
+    if len(dict(pairs)) < len(pairs):  # duplicate names are ambiguous
         raise CallError("json")
     return dict(pairs)

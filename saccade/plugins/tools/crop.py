@@ -1,7 +1,7 @@
-"""The zoom tool: a box in one of the images so far becomes a reference to a new image.
+"""The zoom tool: turns a box in one of the episode's images into a reference to a new image.
 
-Crops are cut from the raw image at full resolution, also those of crops; only what the model then
-sees is resized. No pixel is touched here. Knows nothing of turns, tags or messages.
+Crops, also those of crops, are cut from the original image at full resolution and resized for the model
+afterwards. This module decodes no pixels, and knows nothing of turns, tags or messages.
 
     >>> views = Views(["a.png of 200x100"])
     >>> zoom({"bbox_2d": [0, 0, 0.5, 1], "source": "original_image"}, views, EnvConfig(), unit=28)
@@ -17,15 +17,13 @@ from saccade.media.images import MAX_ASPECT, crop, resized_size
 from saccade.plugins.tools.calls import CallError
 from saccade.types import Media
 
-MARGIN = 0.05  # of a side: boxes that leave the image by less are cut, by more refused
-WHOLE = 0.95  # of the source: a larger crop shows nothing new
-ROUNDING = 1e-6  # of a pixel: 0.7 · 10 is 7.000000000000001
+MARGIN = 0.05  # share of a side: a box that exceeds the image by less is clipped, by more refused
+WHOLE = 0.95  # share of the source's area above which a crop counts as a no-op
+ROUNDING = 1e-6  # pixels of tolerance for float errors: 0.7 · 10 is 7.000000000000001
 
 
 class Views:
-    """The images of an episode by name. Numbers of observations never shift: only what was shown
-    has one.
-    """
+    """The images of an episode by name. Only images that were shown are numbered as observations."""
 
     def __init__(self, media: Sequence[Media]) -> None:
         self.media: dict[str, Media] = {}
@@ -41,14 +39,14 @@ class Views:
             self.aliases["original_image"] = next(iter(self.media))
 
     def find(self, source: Any) -> str:
-        """The name of an image, as listed to the policy."""
+        """Resolve a source to the name of an image, as listed to the policy; raises CallError if it is unknown."""
         name = self.aliases.get(source, source) if isinstance(source, str) else None
         if name not in self.media:
             raise CallError("source", source=str(source)[:40], known=", ".join(self.media) or "no pictures at all")
         return name
 
     def add(self, media: Media, source: str | None = None) -> tuple[int, str]:
-        """Its observation number, and its name."""
+        """Add an image that the policy sees; returns (observation number, name)."""
         self.shown += 1
         name = f"observation_{self.shown}"
         self.media[name] = media
@@ -57,8 +55,8 @@ class Views:
 
 
 def zoom(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> tuple[Media, dict[str, Any]]:
-    """The crop, and what there is to say about it. `unit`: the side of what the model sees as one
-    token, for absolute coordinates.
+    """Returns (crop, facts about it for the record). `unit`: pixels per side of an image token, used for absolute
+    coordinates.
     """
     source = views.find(arguments.get("source"))
     media = views.media[source]
@@ -74,14 +72,14 @@ def zoom(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) 
     return made, {
         "source": source,
         "box": [round(edge, 6) for edge in box],
-        "pixels": list(made.box or ()),  # of the original image
-        "area": area,  # of the source
+        "pixels": list(made.box or ()),  # box in the original image
+        "area": area,  # share of the source
         "noop": area > WHOLE,
     }
 
 
 def _fractions(box: Any, size: tuple[float, float]) -> tuple[float, ...]:
-    """x0, y0, x1, y1 as fractions of the source, in order and inside."""
+    """The box as fractions (x0, y0, x1, y1) of the source, sorted and clipped."""
     if not isinstance(box, list) or len(box) != 4 or any(type(n) not in (int, float) for n in box):
         raise CallError("box")
     width, height = size
@@ -93,7 +91,7 @@ def _fractions(box: Any, size: tuple[float, float]) -> tuple[float, ...]:
 
 
 def _pixels(box: Sequence[float], media: Media) -> tuple[int, int, int, int]:
-    """Whole pixels: every one that the box touches."""
+    """The box in whole pixels, rounded outwards."""
     x0, y0, x1, y1 = box
     return (
         math.floor(x0 * media.width + ROUNDING),
@@ -104,7 +102,7 @@ def _pixels(box: Sequence[float], media: Media) -> tuple[int, int, int, int]:
 
 
 def _size(media: Media, coordinates: str, unit: int) -> tuple[float, float]:
-    """What the right and the bottom edge of an image are called."""
+    """(width, height) of an image in the coordinates that the policy writes."""
     if coordinates == "absolute":
         limits = {"min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
         height, width = resized_size(media.width, media.height, unit=unit, **limits)

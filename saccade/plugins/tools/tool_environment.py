@@ -1,10 +1,9 @@
-"""An episode with tools: the policy writes a call, sees what came of it, and goes on until it
-answers.
+"""An environment with tools: the policy writes calls, sees their results, and continues until it answers.
 
-A turn with a complete call is a call; without one it is an answer if it holds one. A call that
-fails costs its turn and is told why. Whatever a tool shows gets the next observation number, so
-that it can be zoomed into. Everything that happened is listed under `tool_calls` of the episode's
-info. Runs no code that a model wrote.
+A turn with a complete call is a call; without one it is an answer if it contains one. A failed call
+uses up its turn, and the policy is told the reason. An image that a tool returns gets the next observation
+number, so that it can be zoomed into. All calls are listed under `tool_calls` of the episode's info. Code
+written by the model is never run.
 
     env = ToolEnvironment(EnvConfig(name="crop"), setting, {"zoom": zoom})
 """
@@ -29,18 +28,17 @@ from saccade.plugins.tools.calls import CallError, Written
 from saccade.plugins.tools.crop import Views, zoom
 from saccade.types import Media, Message, Sample
 
-# What a tool gives back: a text or an image, and facts for the record.
+# The result of a tool: a text or an image, and facts for the record.
 Shown = tuple[str | Media, Mapping[str, Any]]
 Tool = Callable[[Mapping[str, Any], Views, EnvConfig, int], Shown]
 
 
 def function_tool(function: Callable[..., Any]) -> Tool:
-    """A function of the user: arguments by name, text or an image back. A ValueError is told to
-    the policy; any other exception ends the episode. A parameter `images` gets the images so far
-    by name.
+    """Wrap a user's function as a tool: it gets arguments by name and returns a text or an image. The policy sees the
+    message of a ValueError; any other exception ends the episode. A parameter `images` gets the images so far by name.
     """
     signature = typed = inspect.signature(function)
-    with suppress(Exception):  # an annotation as text may name anything
+    with suppress(Exception):  # a string annotation may not be resolvable
         typed = inspect.signature(function, eval_str=True)
     wanted = {name: parameter.annotation for name, parameter in typed.parameters.items()}
 
@@ -68,12 +66,12 @@ def function_tool(function: Callable[..., Any]) -> Tool:
 
 
 def _fits(value: Any, annotation: Any) -> bool:
-    """Whether a value as JSON holds it is what an annotation says; one that names no data says nothing."""
+    """Whether a JSON value has the annotated type; True if the annotation is not a type that pydantic can check."""
     try:
         TypeAdapter(annotation).validate_json(json.dumps(value), strict=True)
     except ValidationError:
         return False
-    except Exception:  # prose, or a name that is not there
+    except Exception:  # not a type
         pass
     return True
 
@@ -118,7 +116,7 @@ class ToolEnvironment:
         pass
 
     def _answered(self, written: Written, text: str) -> Sequence[str | Media]:
-        """What the policy sees of one call; the call is noted either way."""
+        """Run a call and record it; returns the text and image that the policy sees."""
         shown = text[written.start : written.end][: calls.LONGEST]
         noted: dict[str, Any] = {"turn": self.turn, "name": None, "args": None}
         noted |= {"span": [written.start, written.end], "text": shown, "ok": False, "reason": "", "observation": None}
@@ -138,7 +136,7 @@ class ToolEnvironment:
         return said("observation", k=number, name=name, image=content)
 
     def _read(self, written: Written) -> tuple[str, Mapping[str, Any]]:
-        """Which tool is meant, and its arguments."""
+        """Returns (name of the tool, arguments); raises CallError."""
         body = calls.read(written.body)
         if self.call == "grounding":
             return "zoom", body
@@ -165,7 +163,7 @@ TOOLS: Mapping[str, Tool] = {"zoom": zoom, "calculate": function_tool(calculate)
 
 
 def kind(call: tuple[str, ...], tools: tuple[str, ...] = ()) -> Kind:
-    """An environment with these tools and those of the user."""
+    """An environment with these tools and the user's."""
 
     def explain(env: EnvConfig, user_tools: Mapping[str, str]) -> str:
         coordinates = words(env.coordinates)

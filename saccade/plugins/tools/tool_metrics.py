@@ -1,4 +1,4 @@
-"""How tools are used, from the calls that episodes list in their info, whatever environment noted them.
+"""Metrics of tool use, from `tool_calls` in the info of episodes, whichever environment wrote it.
 
 >>> tool_metrics([])
 {}
@@ -14,7 +14,7 @@ from saccade.types import Trajectory
 
 
 def tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
-    """Calls of all members count; right and wrong count those with an outcome."""
+    """Metrics of the calls of all episodes; accuracies only include episodes with an outcome."""
     using = [t for t in everyone if "tool_calls" in t.info]
     if not using:
         return {}
@@ -34,7 +34,7 @@ def tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _outcomes_by_call(using: Sequence[Trajectory]) -> dict[str, float]:
-    """Accuracy with and without calls, and the share of the four cells that both make."""
+    """Accuracy with and without calls, and the shares of the four cells right/wrong x call/no call."""
     judged = [(bool(t.info["tool_calls"]), t.outcome) for t in using if t.outcome is not None]
     metrics = {}
     for called, name in ((True, "call"), (False, "no_call")):
