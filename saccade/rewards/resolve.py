@@ -21,6 +21,8 @@ def _math_and(shape: str, accuracy: float, form: float, **args: Any) -> tuple[di
     return ({"verifier": "math", "weight": accuracy}, {"verifier": f"format:{shape}", "weight": form, "args": args})
 
 
+# What a source may say beside its terms, and what holds if it does not.
+COMBINED = {"combine": "weighted_sum", "accuracy_term": None, "reweight_abstained": False}
 # Named lists of terms, called after the training recipes that they come from.
 PRESETS: dict[str, tuple[dict[str, Any], ...]] = {
     "lmmr1_math": _math_and("think_answer", 1.0, 0.5, gap="none"),
@@ -55,7 +57,7 @@ def resolve_recipes(
             penalty = dict(zip(("buffer", "factor", "limit"), overlong, strict=True))
             rows = [*rows, RewardTerm(verifier="overlong", args=penalty)]
         terms = tuple(_term(where, row, str(prompt.of(source).format), max_tokens) for row in rows)
-        return _recipe(where, terms, config)
+        return _recipe(where, terms, _combined(where, value, config))
 
     def by_format(where: str, value: Any) -> dict[str, RewardRecipe]:
         return {s: recipe(where, value, s) for s in apart if s not in (*config.by_source, "default")}
@@ -92,7 +94,9 @@ def _shared_rows(config: RewardConfig) -> Sequence[RewardTerm]:
 
 
 def read_terms(where: str, value: Any) -> list[RewardTerm]:
-    """Parse a preset name, a verifier, a term, or a list of them."""
+    """Parse a preset name, a verifier, a term, a list of them; or `terms`, with how they are combined."""
+    if isinstance(value, Mapping) and "terms" in value:
+        value = value["terms"]
     if isinstance(value, str):
         value = PRESETS.get(value, [value])
     rows = [value] if isinstance(value, Mapping) else value
@@ -155,6 +159,15 @@ def _arguments(where: str, row: RewardTerm, verifier: Verifier, prompt_format: s
 # -- recipes ---------------------------------------------------------------------------------------
 
 
+def _combined(where: str, value: Any, config: RewardConfig) -> RewardConfig:
+    """How terms are combined: as for all sources, unless a source has `terms` of its own."""
+    if not (isinstance(value, Mapping) and "terms" in value):
+        return config
+    for name in value.keys() - {"terms", *COMBINED}:
+        raise unknown(where, name, ["terms", *COMBINED])
+    return config.model_copy(update={name: value.get(name, usual) for name, usual in COMBINED.items()})
+
+
 def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> RewardRecipe:
     names = [term.name for term in terms]
     for name in names:
@@ -162,9 +175,10 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Reward
             raise ConfigError(f"{where}: two terms are called {name!r}; give one of them a name")
     if all(term.kind == "shaping" for term in terms):
         raise ConfigError(f"{where}: only shaping terms, or none; add one that judges the answer, such as math")
-    gate = re.fullmatch(r"gate\((.+)\)", config.combine.strip())
-    if not gate and config.combine not in COMBINATIONS:
-        raise unknown("reward.combine", config.combine, [*COMBINATIONS, "gate(TERM)"])
+    combine = str(config.combine).strip()
+    gate = re.fullmatch(r"gate\((.+)\)", combine)
+    if not gate and combine not in COMBINATIONS:
+        raise unknown("reward.combine", combine, [*COMBINATIONS, "gate(TERM)"])
     outcome = _outcome(where, config.accuracy_term, terms)
     for index, term in enumerate(terms):
         if term.when and index in (outcome, _index(f"{where}: when", term.when.removeprefix(NOT), terms)):
@@ -172,7 +186,7 @@ def _recipe(where: str, terms: tuple[Term, ...], config: RewardConfig) -> Reward
     return RewardRecipe(
         terms=terms,
         outcome=outcome,
-        combination="weighted_sum" if gate else config.combine,
+        combination="weighted_sum" if gate else combine,
         gate=_index(f"{where}: reward.combine", gate[1].strip(), terms) if gate else None,
         renormalise=config.reweight_abstained,
     )

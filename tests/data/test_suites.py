@@ -18,6 +18,7 @@ from saccade.plugins.evaluation import evaluate
 from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.suites import suites
 from saccade.plugins.suites.rotations import rotations
+from saccade.rewards.resolve import resolve_recipes
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Message, Sample
@@ -130,11 +131,14 @@ def test_what_is_missing_is_named_with_the_line_that_fetches_it(tmp_path: Path) 
 
 def test_suites_are_scored_as_their_authors_do() -> None:
     config = EvalConfig(suites=("vstar", "visualprobe_hard"))
-    plain = suites.with_rewards(RewardConfig(terms=("math",)), config)
-    assert plain.by_source == {"vstar": "choice", "visualprobe_hard": "exact"}
+    run = RewardConfig(terms=("math", "format:boxed"), combine="gate(format)", accuracy_term="math")
+    plain = suites.with_rewards(run, config)
+    assert plain.by_source == {"vstar": {"terms": ["choice"]}, "visualprobe_hard": {"terms": ["exact"]}}
+    recipes, others = resolve_recipes(plain, "none", 9, None)
+    assert (recipes["vstar"].gate, recipes["vstar"].outcome, others and others.gate) == (None, 0, 1)
     judge: Any = {"url": "http://127.0.0.1:1/v1"}
     judged = suites.with_rewards(RewardConfig(judge=judge, by_source={"vstar": "exact"}), config)
-    assert judged.by_source == {"vstar": "exact", "visualprobe_hard": "hybrid"}
+    assert judged.by_source == {"vstar": "exact", "visualprobe_hard": {"terms": ["hybrid"]}}
     assert suites.with_rewards(plain, EvalConfig()) is plain
     several = RewardSample(id="a", response="<think>a</think><answer>C and A</answer>", answer="A, C")  # in any order
     assert VERIFIERS[suites.SUITES["logicvista"].verifier].function(several).value == 1
@@ -173,6 +177,7 @@ def test_too_many_bad_rows_of_a_suite_name_the_set(folder: Path, tmp_path: Path)
 def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path) -> None:
     """By a model that sees and hears; rewards are tested on the right answers before."""
     own = ["model.path=tiny:qwen2_5_omni", "prompt.format={vstar: boxed}", "val.max_tokens=4", "reward.workers=1"]
+    own += ["reward.terms=[count, format:think_answer]", "reward.combine=gate(format)", "reward.accuracy_term=count"]
     own += [f"eval.suites=[{','.join(suites.SUITES)},vstar:circular]", f"eval.folder={folder}", "data.max_pixels=3136"]
     found = evaluate.run(load(None, own), out=tmp_path / "eval")
     turned = found.pop("vstar:circular")

@@ -113,6 +113,23 @@ def test_recipes_by_source():
         assert unused_rewards(scoring, {"clevr", "geo", "words"}, shared=False) == []
 
 
+def test_a_source_may_say_how_its_terms_are_combined():
+    """With `terms` nothing of the other sources holds, or what it says itself."""
+    by_source = {"own": {"terms": "math"}, "least": {"terms": TWO, "combine": "min"}, "same": TWO}
+    with scorer(terms=TWO, by_source=by_source, combine="gate(format)", accuracy_term="format") as scoring:
+        found = {source: scoring.recipe(source) for source in (*by_source, "any")}
+        sums = {source: (recipe.combination, recipe.gate, recipe.outcome) for source, recipe in found.items()}
+        gated = ("weighted_sum", 1, 1)
+        assert sums == {"own": ("weighted_sum", None, 0), "least": ("min", None, 0), "same": gated, "any": gated}
+    for rest, said in (
+        ({"combin": "min"}, r"own=combin: no such name; did you mean 'combine'\? Expected one of terms, combine"),
+        ({"combine": 3}, r"reward\.combine=3"),
+        ({"accuracy_term": "count"}, r"own: reward\.accuracy_term=count: no such name"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            scorer(terms=TWO, by_source={"own": {"terms": "math", **rest}})
+
+
 def test_weights_of_the_components_of_a_sum():
     by_source = {"bare": ["count"], "both": TWO}
     with scorer(terms=TWO, by_source=by_source, overlong=(50, 2.0, 100)) as scoring:

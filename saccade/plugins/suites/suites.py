@@ -117,9 +117,13 @@ def suite_sources(name: str, config: EvalConfig) -> list[DataSource]:
 
 
 def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
-    """Suites are scored as their authors score them, unless reward.by_source names them."""
+    """Suites are scored as their authors score them, whatever combines the terms of the run, unless reward.by_source
+    names them.
+    """
     suites = {name.removesuffix(CIRCULAR): suite_of(name) for name in config.suites}
-    own = {name: "hybrid" if one.judged and reward.judge.url else one.verifier for name, one in suites.items()}
+    own = {
+        name: {"terms": ["hybrid" if one.judged and reward.judge.url else one.verifier]} for name, one in suites.items()
+    }
     return reward.model_copy(update={"by_source": own | reward.by_source}) if own else reward
 
 
