@@ -29,6 +29,8 @@ TRAINERS = {**{command: command for command in TRAINING}, "estimate": "rl"}
 READERS = {**TRAINERS, **{command: command for command in ("eval", "generate", "chat", "serve-reward")}}
 READERS["rescore"] = "serve-reward"
 SHOWN = {"rescore": "eval --rescore"}
+# Options that a command takes though its reader does not; more GPUs are answered below.
+TAKEN = {"eval": ("run.gpus",), "generate": ("run.gpus",), "rescore": ("eval.suites", "eval.folder")}
 # Descriptions of long lists of commands.
 WHO = {
     ANSWERING: "commands that sample answers",
@@ -54,7 +56,7 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
     problems += [
         f"{name}: has no effect in `saccade {SHOWN.get(command, command)}` ({reason}); remove it"
         for name in given
-        if (reason := unread(name, command)) and not (name == "run.gpus" and command in ("eval", "generate"))
+        if (reason := unread(name, command)) and name not in TAKEN.get(command, ())
     ]
     if command in ("eval", "generate") and "run.gpus" in given:
         problems.append(f"run.gpus: GPUs that answer are counted otherwise; try rollout.replicas={config.run.gpus}")

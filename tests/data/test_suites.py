@@ -1,5 +1,6 @@
 """Public sets in the layout in which they are downloaded, at the smallest size."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from saccade.rewards.resolve import resolve_recipes
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Message, Sample
+from tests.browser import page_data
 from tests.public_sets import ROWS, write_all
 
 
@@ -195,3 +197,29 @@ def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path) -> None:
     assert found["vl_rewardbench"]["by_category"].keys() == {"hallucination"}
     assert found["logicvista"]["by_category"].keys() == {"inductive"} and found["dynamath"]["all_rotations"] == 0
     assert found["mathvista"]["by_category"].keys() == {"figure question answering"}
+    answers_that_are_right_now_are_scored_as_the_suites_say(tmp_path, {**found, "vstar:circular": turned})
+
+
+def answers_that_are_right_now_are_scored_as_the_suites_say(folder: Path, found: dict[str, Any]) -> None:
+    """By the rewards of the quickstart, which has none for suites: the same numbers and tables, and a report."""
+    samples = folder / "eval" / "samples.jsonl"
+    rows = read_lines(samples)
+    for row in rows:
+        gold = row["gold"][0] if isinstance(row["gold"], list) else row["gold"]
+        row["response"] = f"<think>a</think><answer>{gold}</answer>" if row["id"] != "0~1" else "none"
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["reward.terms=[count, format:think_answer]", "reward.combine=gate(format)", "eval.suites=[vstar,gsm8k]"]
+    check(load(None, options), "rescore", ["reward.terms", "eval.suites"])
+    again = evaluate.run(load(None, options), out=folder / "again", rescore=samples)
+    assert {name: one.keys() for name, one in again.items()} == {
+        name: one.keys() - {"think_rate", "left_out", "turns/mean", "turns/max"} for name, one in found.items()
+    }
+    right = {name: one["accuracy"] for name, one in again.items() if suites.suite_of(name).mapping == "none"}
+    assert right.pop("vstar:circular") == 0.75 and set(right.values()) == {1} and len(right) == 32
+    assert again["wemath"]["strict"] == again["hrbench4k"]["all_rotations"] == 1
+    assert again["vstar:circular"]["by_category"]["direct_attributes"]["all_rotations"] == 0
+    tables = page_data(folder / "again" / "report.html")["tables"]
+    assert [row[0] for row in tables[0]["rows"]] == list(again) and "vstar: accuracy by category" in str(tables)
+    with pytest.raises(ConfigError, match=r"eval\.suites: .* has no answers to gsm8k, only to vstar"):
+        samples.write_text(json.dumps(next(row for row in rows if row["set"] == "vstar")))
+        evaluate.run(load(None, options), out=folder / "none", rescore=samples)

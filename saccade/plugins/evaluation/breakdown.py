@@ -35,15 +35,11 @@ class Breakdown:
         self._streams[trajectory.turns].submit(sample, trajectory)
 
     def tables(self, groups: Sequence[Group], scores: Scores) -> dict[str, Table]:
-        """The tables that have rows, by name."""
-        tables = {"by_category": by_category(groups, scores), "by_source": by_source(groups, scores)}
-        tables["by_k"] = by_k(groups, scores)
-        if self._limits.max_turns > 1:
-            tables["by_turns"] = by_turns(groups, scores)
+        tables = tables_of(groups, scores, several_turns=self._limits.max_turns > 1)
         if self._limits.marks:
             under = {limit: [self._under(limit, group) for group in groups] for limit in self._streams}
             tables["by_limit"] = by_limit({**under, self._limits.max_turns: groups}, scores)
-        return {name: table for name, table in tables.items() if table}
+        return tables
 
     def _under(self, limit: int, group: Group) -> Group:
         """The group as it is under that limit: cut where it would have struck."""
@@ -53,6 +49,13 @@ class Breakdown:
         found = {t.key: t for t in scored.trajectories}
         members = tuple(found.get(t.key, t) for t in group.trajectories)
         return replace(group, trajectories=members)
+
+
+def tables_of(groups: Sequence[Group], scores: Scores, *, several_turns: bool) -> dict[str, Table]:
+    """The tables that have rows, by name, without that of limits."""
+    found = {"by_category": by_category, "by_source": by_source, "by_k": by_k}
+    makers = found | ({"by_turns": by_turns} if several_turns else {})
+    return {name: table for name, make in makers.items() if (table := make(groups, scores))}
 
 
 def by_category(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:

@@ -12,12 +12,13 @@ import numpy as np
 
 from saccade.data.dataset import ROTATION_OF, Dataset
 from saccade.plugins.reports.comparison import paired_difference
-from saccade.recipes.accuracy import Scores, group_accuracy, items_of
+from saccade.recipes.accuracy import Scores, group_accuracy
 from saccade.recipes.evaluator import Result
 from saccade.recipes.questions import map_samples
-from saccade.types import Sample
+from saccade.types import ALWAYS_EXCLUDED, Sample
 
 BLIND = "-blind"
+Row = Mapping[str, Any]  # of samples.jsonl
 Leaks = Mapping[str, set[str]]  # kind of what is shared -> ids of items
 
 
@@ -39,9 +40,11 @@ def _without_media(sample: Sample) -> Sample:
     return replace(sample, messages=tuple(messages))
 
 
-def sight_gain(seeing: Result, blind: Result) -> dict[str, float]:
-    """How much more is right with the pictures than without, over the items that both have, with the interval."""
-    means = [_means(result) for result in (blind, seeing)]
+def sight_gain(seeing: Iterable[Row], blind: Iterable[Row]) -> dict[str, float]:
+    """How much more is right with the pictures than without, over the items that both have, with the interval;
+    of the rows of samples.jsonl.
+    """
+    means = [_means(rows) for rows in (blind, seeing)]
     shared = [key for key in means[0] if key in means[1]]
     if not shared:
         return {}
@@ -49,14 +52,14 @@ def sight_gain(seeing: Result, blind: Result) -> dict[str, float]:
     return {"sight_gain": mean, "sight_gain_ci_low": low, "sight_gain_ci_high": high}
 
 
-def _means(result: Result) -> dict[str, float]:
+def _means(rows: Iterable[Row]) -> dict[str, float]:
     """Of each question, which rows may ask in several orders of the options."""
-    outcomes: dict[str, list[float]] = {}
-    for group, (_, values) in zip(result.groups, items_of(result.groups), strict=True):
-        if len(values):
-            question = str(group.sample.extra.get(ROTATION_OF) or group.sample.id)
-            outcomes.setdefault(question, []).append(float(values.mean()))
-    return {question: float(np.mean(means)) for question, means in outcomes.items()}
+    outcomes: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if row["status"] not in ALWAYS_EXCLUDED and row["score"] is not None:
+            question = str(row["extra"].get(ROTATION_OF) or row["id"])
+            outcomes.setdefault(question, {}).setdefault(row["id"], []).append(row["score"])
+    return {question: float(np.mean([*map(np.mean, orders.values())])) for question, orders in outcomes.items()}
 
 
 # -- training data ----------------------------------------------------------------------------------

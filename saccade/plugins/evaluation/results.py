@@ -2,7 +2,8 @@
 
 folder, answers = places(config, None)
 with remove_if_empty(folder):
-    write_results(folder, results, family)
+    add_rows(folder, sample_rows(result, family))
+    write_numbers(folder, {result.name: result.metrics})
 """
 
 import itertools
@@ -17,10 +18,10 @@ from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.plugins.reports.rollout_record import rollout_row, same
 from saccade.recipes.evaluator import Result
-from saccade.run.folder import METRICS, RESULTS
+from saccade.run.folder import METRICS, RESULTS, write_whole
 from saccade.system.disk import require_writable
 
-ANSWERS = "answers"
+ANSWERS, SAMPLE_ROWS = "answers", "samples.jsonl"
 # What a row says of the reward, which a reward that is given again changes.
 VERDICT = {**same("extracted", "reward", "end_reason", "status", "reason", "parts"), "score": "outcome"}
 SAMPLES = {
@@ -69,21 +70,27 @@ def remove_if_empty(folder: Path) -> Iterator[None]:
             folder.rmdir()
 
 
-def write_results(folder: Path, results: Sequence[Result], family: Family) -> dict[str, Any]:
-    summary = {result.name: {**result.metrics, **result.tables} for result in results}
-    rows = [
+def sample_rows(result: Result, family: Family) -> list[dict[str, Any]]:
+    """What is stored of each answer to a set."""
+    return [
         {"set": result.name, **rollout_row(SAMPLES, group, trajectory, family)}
-        for result in results
         for group in result.groups
         for trajectory in group.trajectories
     ]
-    write_files(folder, summary, rows)
-    return summary
+
+
+def add_rows(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with (folder / SAMPLE_ROWS).open("a", encoding="utf-8") as file:
+        file.write(to_lines(rows))
+
+
+def write_numbers(folder: Path, summary: Mapping[str, Any]) -> None:
+    write_whole(folder / RESULTS, json.dumps(summary, indent=2) + "\n")
 
 
 def write_files(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    (folder / "samples.jsonl").write_text(to_lines(rows), encoding="utf-8")
-    (folder / RESULTS).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (folder / SAMPLE_ROWS).write_text(to_lines(rows), encoding="utf-8")
+    write_numbers(folder, summary)
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -86,6 +86,12 @@ def suite_of(name: str) -> Suite:
     return replace(suite, circular=True, protocol="circular") if name.endswith(CIRCULAR) else suite
 
 
+def source_of(name: str) -> str | None:
+    """The data_source of the rows of a suite; None where no suite is called so."""
+    source = name.removesuffix(CIRCULAR)
+    return source if source in SUITES else None
+
+
 def problems(config: EvalConfig) -> Iterator[str]:
     """Suites that do not exist, and files that are missing, with the line that fetches them."""
     for name in dict.fromkeys(config.suites):
