@@ -267,10 +267,11 @@ def annotate(
 @command("report", panel="Look", example="saccade report runs/quickstart/rl")
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
     """Write the report of a run or an eval as one HTML file, its episodes included."""
-    if (folder / "config.resolved.yaml").is_file():
-        page = import_module("saccade.plugins.reports.report").from_run(folder)
-    elif (folder / "results.json").is_file():
-        page = import_module("saccade.plugins.reports.report").write_eval_report(folder)
+    reports = import_module("saccade.plugins.reports.report")
+    if reports.is_evaluation(folder):
+        page = reports.write_eval_report(folder)
+    elif (folder / "config.resolved.yaml").is_file():
+        page = reports.from_run(folder)
     else:
         inside = sorted({*folder.glob("*/config.resolved.yaml"), *folder.glob("*/results.json")})
         one = inside[0].parent if inside else "runs/NAME"

@@ -53,6 +53,7 @@ MAY_DIFFER = (
     *("reward.judge.timeout", "reward.judge.deadline"),
 )
 MAY_DIFFER_SECTIONS = ("run.stop.", "val.", "save.", "track.")
+NOTHING: Mapping[str, Any] = {}
 REFUSALS = (2, 3)  # exit codes of a run that was refused before it began
 # Keys of the manifest that a resumed run must find unchanged.
 PINNED = ("data", "template", "weights")
@@ -111,25 +112,11 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         for file in (self.metrics, self.log):
             file.touch()
-        before = _read_manifest(self.path) if self.resumed else {}
-        functions, hashes = _function_files(options), before.get("functions", {})
-        self.changed = [f for f, digest in functions.items() if hashes.get(f, digest) != digest]
-        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        start = {"time": now, "command": manifest["command"], "argv": sys.argv, "pid": os.getpid()}
-        facts = {
-            **manifest,
-            "seed": options["run"]["seed"],
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "host": socket.gethostname(),
-            "git": revision(),
-            "packages": _versions(),
-            "functions": functions,
-            "starts": [*before.get("starts", []), start],
-        }
-        manifest_text = json.dumps(facts, indent=2, ensure_ascii=False, default=str) + "\n"
-        for name, text in {**texts, MANIFEST: manifest_text}.items():
-            write_whole(self.path / name, text)
+        before = read_manifest(self.path) if self.resumed else {}
+        facts = start_facts(options, manifest, before)
+        hashes = before.get("functions", {})
+        self.changed = [f for f, digest in facts["functions"].items() if hashes.get(f, digest) != digest]
+        write_start(self.path, texts, facts)
 
     def _remove_if_nothing_happened(self) -> None:
         """Remove the folder of a start that was refused, so that the corrected command can be given again, unless it
@@ -163,7 +150,7 @@ def _take_up(path: Path, options: Mapping[str, Any], manifest: Mapping[str, Any]
         for key, (old, new) in differences(before, options).items()
         if key not in MAY_DIFFER and not key.startswith(MAY_DIFFER_SECTIONS)
     ]
-    changes += _manifest_changes(_read_manifest(path), manifest)
+    changes += _manifest_changes(read_manifest(path), manifest)
     if changes:
         listed = "\n  ".join(changes)
         raise ConfigError(f"{path} began with other options; restore them, or choose another run.name=…\n  {listed}")
@@ -201,7 +188,7 @@ def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
@@ -239,6 +226,33 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 # -- facts for the manifest ------------------------------------------------------------------------
+
+
+def start_facts(
+    options: Mapping[str, Any], manifest: Mapping[str, Any], before: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
+    """A manifest that says also when, where and by which versions a command was started, after the starts of the one
+    that was there before.
+    """
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    start = {"time": now, "command": manifest["command"], "argv": sys.argv, "pid": os.getpid()}
+    return {
+        **manifest,
+        "seed": options["run"]["seed"],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "host": socket.gethostname(),
+        "git": revision(),
+        "packages": _versions(),
+        "functions": _function_files(options),
+        "starts": [*before.get("starts", []), start],
+    }
+
+
+def write_start(path: Path, texts: Mapping[str, str], facts: Mapping[str, Any]) -> None:
+    manifest = json.dumps(facts, indent=2, ensure_ascii=False, default=str) + "\n"
+    for name, text in {**texts, MANIFEST: manifest}.items():
+        write_whole(path / name, text)
 
 
 @cache  # all metadata of an environment take 0.2 s to read

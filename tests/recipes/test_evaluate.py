@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 
 import saccade
+from saccade.config import load
 from saccade.errors import ConfigError, DataError, RewardError, SelfTestError
 from saccade.plugins.evaluation import evaluate
+from saccade.plugins.reports.report import is_evaluation
+from saccade.plugins.view.run_index import Runs
+from saccade.plugins.view.view_server import list_runs, show_run
 from saccade.recipes import rl, sft
 from saccade.recipes.evaluator import Result, describe
 from saccade.run.statistics import mean_interval, pass_at_k
+from tests.browser import page_data
 
 SAMPLES = "eval/samples.jsonl"
 
@@ -79,6 +84,50 @@ def test_metrics_and_fields_of_four_samples(four):
     assert set(rows[0]) == {*f"{fields} tokens turns said tool_calls end_reason status reason media extra".split()}
     assert rows[0]["set"] == "val" and rows[0]["data_source"] == "counting" and len(rows[0]["media"]) == 1
     assert rows[0]["prompt"] == "how many objects?" and rows[0]["gold"] in "123456"
+
+
+def test_an_evaluation_says_what_was_evaluated(four, judged, taught, tmp_path, scenes):
+    """In its folder, its report and the viewer; a run is shown as a run."""
+    folder = four[1]
+    assert load(folder / "config.yaml") == load(judged(folder.parent, val__n=4))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (held,) = manifest["sets"]
+    assert (held["name"], held["rows"], len(held["hash"]), manifest["command"]) == ("val", 8, 64, "eval")
+    assert manifest["weights"] and manifest["packages"]["torch"] and manifest["starts"][0]["argv"]
+    report = page_data(folder / "report.html")
+    sampling = "4 answers, temperature 1, top_p 1, at most 14 tokens"
+    tiles = {"model": taught, "engine": "embedded", "prompt": "think_answer", "sampling": sampling}
+    assert report["facts"] == tiles and [*report["texts"]] == ["Configuration", "Manifest"]
+    runs = Runs(folder.parent)
+    (listed,) = [one["facts"] for one in list_runs(runs) if one["name"] == "eval"]
+    assert [*listed] == ["accuracy on val", "model"] and listed["model"] == taught
+    other = evaluate.run(judged(folder.parent, prompt__format="direct"), out=folder.parent / "other")
+    assert other["val"]["items"] == 8
+    one, two = (show_run(runs, name)["options"] for name in ("eval", "other"))
+    assert {key for key in one if one[key] != two[key]} == {"prompt.format", "val.n", "val.temperature"}
+    assert "train.lr" not in one and is_evaluation(folder)
+    again = evaluate.run(
+        judged(tmp_path, reward__terms=["exact"]), out=tmp_path / "again", rescore=folder / "samples.jsonl"
+    )
+    assert again["val"]["items"] == 8 and page_data(tmp_path / "again" / "report.html")["facts"] == tiles
+
+
+def test_a_set_of_ones_own_that_is_called_as_a_suite(judged, tmp_path, scenes):
+    """What the evaluation was asked for says whether its verifier is that of the suite."""
+    rows = [json.loads(line) | {"data_source": "gsm8k"} for line in (scenes / "val.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["images"] = [str(scenes / image) for image in row["images"]]
+    file = tmp_path / "gsm8k.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = judged(tmp_path, data__val=str(file))
+    found = evaluate.run(config, out=tmp_path / "eval")
+    assert (
+        evaluate.run(config, out=tmp_path / "again", rescore=tmp_path / SAMPLES)["gsm8k"].items()
+        <= found["gsm8k"].items()
+    )
+    evaluate.run(config | {"eval.suites": ["gsm8k"]}, out=tmp_path / "suite", rescore=tmp_path / SAMPLES)
+    parts = [lines(tmp_path / name / "samples.jsonl")[0]["parts"].keys() for name in ("again", "suite")]
+    assert parts == [{"count", "format"}, {"gsm8k"}]
 
 
 def test_every_number_of_answers(four):

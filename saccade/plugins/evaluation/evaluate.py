@@ -4,6 +4,7 @@ saccade eval run.yaml model.path=runs/geo/checkpoints/step-100 data.val=test.jso
 saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 """
 
+import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
@@ -14,7 +15,7 @@ from saccade import checks
 from saccade.config import Config, load, on_one_gpu
 from saccade.errors import ConfigError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
-from saccade.plugins.evaluation.answering import answering_family, evaluator_of
+from saccade.plugins.evaluation.answering import answering_family, evaluator_of, model_name
 from saccade.plugins.evaluation.checks_of_sets import BLIND, leak_metrics, leaked, sight_gain, with_blind
 from saccade.plugins.evaluation.rescoring import read_samples, require_pictures, rescored, suites_among
 from saccade.plugins.evaluation.results import (
@@ -22,8 +23,10 @@ from saccade.plugins.evaluation.results import (
     add_rows,
     places,
     read_lines,
+    record_start,
     remove_if_empty,
     sample_rows,
+    what_answers,
     write_numbers,
 )
 from saccade.plugins.reports.report import table_lines, write_eval_report
@@ -37,7 +40,7 @@ from saccade.recipes.accuracy import with_interval
 from saccade.recipes.evaluator import Result, describe
 from saccade.recipes.failures import check_errors
 from saccade.run.console import Console
-from saccade.run.folder import QUARANTINE, RESULTS
+from saccade.run.folder import QUARANTINE, RESULTS, read_manifest
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +71,15 @@ def run(
         if rescore is not None:
             return _rescore(config, folder, Path(rescore))
         if judges:
-            return reward_training.evaluate(with_pairs(config), folder)
+            found = reward_training.evaluate(with_pairs(config), folder)
+            about = {"model": config.model.path, "prompt": str(config.prompt.format)}
+            record_start(folder, config, {"command": "eval", "answers": about})
+            return found
         return _evaluate(config, folder, answers, also)
 
 
 def _evaluate(config: Config, folder: Path, answers: Path, also: Collection[str]) -> dict[str, Any]:
+    given = config
     config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     family = answering_family(config)
     if others := checks.not_counted(config, "eval"):
@@ -90,6 +97,10 @@ def _evaluate(config: Config, folder: Path, answers: Path, also: Collection[str]
         for dataset in sets.values():
             parts.test_rewards(config, evaluator.scorer, dataset.samples)
         warn_of_rewards(evaluator.scorer, sets.values(), shared=False)
+        facts = {"command": "eval", "also": sorted(also), **parts.manifest(family, None, config)}
+        facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
+        facts["answers"] = what_answers(config, model_name(config, evaluator.engine))
+        record_start(folder, given, facts)
         for name, dataset in sets.items():
             with console.phase(name):
                 result = evaluator.evaluate(name, dataset)
@@ -122,7 +133,8 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
             f"eval.suites: {samples} has no answers to {', '.join(sorted(absent))}, only to {', '.join(sets)}"
         )
     asked = config.eval.model_copy(update={"suites": tuple(suites)})
-    config = config.model_copy(update={"eval": asked, "reward": with_rewards(config.reward, asked)})
+    given = config.model_copy(update={"eval": asked})
+    config = given.model_copy(update={"reward": with_rewards(config.reward, asked)})
     scorer = parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
@@ -135,6 +147,9 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
         require_pictures(config.reward, rows)
         for warning in unused_rewards(scorer, {row["data_source"] for row in rows}, shared=False):
             log.warning(warning)
+        answered = read_manifest(samples.parent).get("answers", {})
+        about = {"samples": str(samples), "hash": hashlib.sha256(samples.read_bytes()).hexdigest(), "answers": answered}
+        record_start(folder, given, {"command": "eval --rescore", **about})
         for name in sets:
             own = [row for row in rows if row["set"] == name]
             results.append(rescored(name, own, scorer))

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from saccade.config import Config
+from saccade.checks.steps import own_settings
+from saccade.config import Config, ValConfig, to_yaml
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.plugins.reports.rollout_record import rollout_row, same
 from saccade.recipes.evaluator import Result
-from saccade.run.folder import METRICS, RESULTS, write_whole
+from saccade.run.folder import CHOSEN, CONFIG, METRICS, RESULTS, start_facts, write_start, write_whole
 from saccade.system.disk import require_writable
 
 ANSWERS, SAMPLE_ROWS = "answers", "samples.jsonl"
@@ -68,6 +69,31 @@ def remove_if_empty(folder: Path) -> Iterator[None]:
     finally:
         if not any(folder.iterdir()):
             folder.rmdir()
+
+
+def record_start(folder: Path, config: Config, manifest: Mapping[str, Any]) -> None:
+    """What is evaluated, in the files in which a run says what it is."""
+    texts = {CONFIG: to_yaml(config), CHOSEN: to_yaml(config, full=False)}
+    write_start(folder, texts, start_facts(config.model_dump(mode="json"), manifest))
+
+
+def what_answers(config: Config, model: str) -> dict[str, str]:
+    """The model, the prompt and the sampling, as a report shows them."""
+    prompt = config.prompt.format
+    own = {f"sampling of {name}": _sampling(val) for name, val in own_settings(config).items()}
+    return {
+        "model": model,
+        "engine": config.rollout.engine,
+        "prompt": prompt if isinstance(prompt, str) else ", ".join(f"{name}: {own}" for name, own in prompt.items()),
+        "sampling": _sampling(config.val),
+        **own,
+    }
+
+
+def _sampling(val: ValConfig) -> str:
+    how = f"temperature {val.temperature:g}, top_p {val.top_p:g}" if val.temperature else "greedy"
+    answers = f"{val.n} answers, " if val.n > 1 else ""
+    return f"{answers}{how}, at most {val.max_tokens:,} tokens"
 
 
 def sample_rows(result: Result, family: Family) -> list[dict[str, Any]]:

@@ -103,22 +103,33 @@ def run_report(folder: Path) -> Report:
     said: list[str] = []
     rows, config = read_numbers(folder, said.append), read_options(folder, said.append)
     manifest = _read(folder / MANIFEST, json.loads, said.append)
-    began = manifest["starts"][0].get("time", "") if manifest.get("starts") else ""
     phases = phase_seconds(rows)
     return Report(
         title=folder.resolve().name,
-        subtitle=f"saccade {manifest.get('command', '')} · {began.replace('T', ' ')[:16]} UTC",
+        subtitle=_subtitle(manifest),
         facts=run_facts(rows, config),
         notes=[*diagnose(rows).values(), *side_by_side(rows, phases, config)],
         tables=before_after(rows),
         charts=charts_of(rows),
         phases=phases,
-        texts={
-            "Configuration": (folder / CONFIG).read_text(encoding="utf-8", errors="replace"),
-            "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False),
-        },
+        texts=_texts(folder, manifest),
         left_out=said,
     )
+
+
+def _subtitle(manifest: Mapping[str, Any], command: str = "") -> str:
+    began = manifest["starts"][0].get("time", "") if manifest.get("starts") else ""
+    when = f" · {began.replace('T', ' ')[:16]} UTC" if began or not command else ""
+    return f"saccade {manifest.get('command', command)}{when}"
+
+
+def _texts(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
+    if not (folder / CONFIG).exists():
+        return {}
+    return {
+        "Configuration": (folder / CONFIG).read_text(encoding="utf-8", errors="replace"),
+        "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False),
+    }
 
 
 def read_numbers(folder: Path, say: Callable[[str], object]) -> list[dict[str, Any]]:
@@ -353,16 +364,34 @@ def write_eval_report(folder: Path) -> Path:
     return _written(folder, eval_report(folder))
 
 
+def is_evaluation(folder: Path) -> bool:
+    """Whether an evaluation wrote into the folder of a run or of an evaluation. Both hold their config."""
+    return (folder / RESULTS).exists() or ((folder / CONFIG).exists() and not (folder / METRICS).exists())
+
+
 def eval_report(folder: Path) -> Report:
     """Of an evaluation, without its episodes."""
     said: list[str] = []
-    results = read_results(folder, said.append)
+    results, manifest = read_results(folder, said.append), read_facts(folder, said.append)
     return Report(
         title=folder.resolve().name,
-        subtitle="saccade eval",
+        subtitle=_subtitle(manifest, "eval"),
+        facts=what_answered(manifest),
         left_out=said,
+        texts=_texts(folder, manifest),
         tables=[_summary(results), *(t for n, found in results.items() for t in _tables(n, found))],
     )
+
+
+def read_facts(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
+    """The manifest of an evaluation; those of earlier versions have none."""
+    return _read(folder / MANIFEST, json.loads, say) if (folder / MANIFEST).exists() else {}
+
+
+def what_answered(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """The model of an evaluation, its prompt and its sampling, as tiles."""
+    found = manifest.get("answers")
+    return {str(name): str(value) for name, value in found.items() if value} if isinstance(found, Mapping) else {}
 
 
 def read_results(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:

@@ -19,9 +19,20 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 
+from saccade.checks import unread
 from saccade.errors import ConfigError
 from saccade.plugins.reports.episodes import episode_of, inside, question_of, thumbnail
-from saccade.plugins.reports.report import eval_report, read_numbers, read_options, read_results, run_facts, run_report
+from saccade.plugins.reports.report import (
+    eval_report,
+    is_evaluation,
+    read_facts,
+    read_numbers,
+    read_options,
+    read_results,
+    run_facts,
+    run_report,
+    what_answered,
+)
 from saccade.plugins.reports.report_page import page_with, plain
 from saccade.plugins.serving import http_server
 from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, json_app
@@ -60,10 +71,11 @@ def list_runs(runs: Runs) -> list[Json]:
 def show_run(runs: Runs, run: str) -> Json:
     """Its report, and its options by their dotted names."""
     folder = _folder(runs, run)
-    if not (folder / CONFIG).exists():
-        return {"report": plain(eval_report(folder)), "options": {}}
-    options = read_options(folder, _said_elsewhere)
-    return {"report": plain(replace(run_report(folder), title=run)), "options": dict(_flat(options))}
+    options = dict(_flat(read_options(folder, _said_elsewhere))) if (folder / CONFIG).exists() else {}
+    if is_evaluation(folder):
+        read = {name: value for name, value in options.items() if not unread(name, "eval")}
+        return {"report": plain(replace(eval_report(folder), title=run)), "options": read}
+    return {"report": plain(replace(run_report(folder), title=run)), "options": options}
 
 
 def list_rollouts(runs: Runs, run: str, seconds: float = inf) -> Json:
@@ -128,10 +140,12 @@ def _brief(record: Mapping[str, Any], folder: Path) -> Json:
 @lru_cache(maxsize=1024)
 def _facts(folder: Path, metrics: tuple[int, int], results: tuple[int, int]) -> Mapping[str, str]:
     """The stamps say of which state of the files; they are not read again before they change."""
-    if not (folder / CONFIG).exists():
+    if is_evaluation(folder):
         found = read_results(folder, _said_elsewhere)
         shares = {n: one["accuracy"] for n, one in found.items() if isinstance(one.get("accuracy"), float | int)}
-        return {f"accuracy on {name}": f"{100 * share:.1f}\u00a0%" for name, share in shares.items()}
+        facts = {f"accuracy on {name}": f"{100 * share:.1f}\u00a0%" for name, share in shares.items()}
+        answered = what_answered(read_facts(folder, _said_elsewhere))
+        return facts | ({"model": answered["model"]} if answered.get("model") else {})
     config, rows = read_options(folder, _said_elsewhere), read_numbers(folder, _said_elsewhere)
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     return run_facts(rows, config) | ({"reward": f"{rewards[-1]:.3f}"} if rewards else {})

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 import saccade
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
+from saccade.plugins.reports.report import eval_report
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_card import RewardCard, read_card
@@ -52,6 +53,8 @@ def test_eval_of_a_reward_model_judges_the_rows(trained, deep, config, rows, tmp
     assert (found["ci_low"], found["ci_high"]) == wilson(12, 12)
     for key in ("loss", "gap", "mean", "std"):
         assert found[key] == pytest.approx(last[f"val/{name}/{key}"], rel=1e-5)
+    facts = {"model": str(trained), "prompt": "direct"}
+    assert eval_report(tmp_path / "held").facts == facts and load(tmp_path / "held" / "config.yaml") == load(options)
     lines = (tmp_path / "held" / "samples.jsonl").read_text().splitlines()
     gaps = [row["chosen"]["preference"] - row["rejected"]["preference"] for row in map(json.loads, lines)]
     assert len(gaps) == 12 and np.mean(gaps) == pytest.approx(found["gap"], rel=1e-5)
