@@ -88,7 +88,7 @@ class RunFolder:
         if existed and not path.is_dir():
             raise ConfigError(f"{path} is a file; choose another run.name or --out")
         path.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        with locked(path):
             folder = cls(path, resumed=existed and _take_up(path, options, manifest))
             folder._write_start(options, texts, {**manifest, "command": command})
             try:
@@ -208,7 +208,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     with open(path / LOCK, "ab+", buffering=0) as lock:
         os.register_at_fork(after_in_child=lock.close)  # a worker that outlives us must not keep the folder locked
         try:

@@ -1,14 +1,19 @@
 """Evaluation: one path in training and afterwards; intervals, rates, files to score again."""
 
 import json
+import os
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
 
 import saccade
 from saccade.config import load
-from saccade.errors import ConfigError, DataError, RewardError, SelfTestError
+from saccade.errors import ConfigError, DataError, Interrupted, RewardError, SelfTestError
 from saccade.plugins.evaluation import evaluate
+from saccade.plugins.evaluation.results import read_summary
 from saccade.plugins.reports.report import is_evaluation
 from saccade.plugins.view.run_index import Runs
 from saccade.plugins.view.view_server import list_runs, show_run
@@ -168,6 +173,37 @@ def test_what_is_right_without_pictures_and_what_was_trained_on(tmp_path, judged
         evaluate.run(config | {"data.train": []}, out=tmp_path / "none", also=["leaks"])
     with pytest.raises(ConfigError, match="--also blind: has no effect with --rescore"):
         evaluate.run(config, out=tmp_path / "none", also=["blind"], rescore=tmp_path / SAMPLES)
+
+
+def test_what_was_stopped_goes_on_with_the_sets_that_are_missing(tmp_path, judged, scenes, capsys):
+    sets = [str(scenes / "val.jsonl"), {"path": str(scenes / "train.jsonl"), "n": 40}]
+    config = judged(tmp_path / "runs", data__val=sets)
+    folder = tmp_path / "runs" / "run-eval"
+
+    def stop():
+        while not read_summary(folder):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    watch = threading.Thread(target=stop)
+    watch.start()
+    with pytest.raises(Interrupted, match=rf"stopped; the results of val are in {folder}\. The same command goes on"):
+        evaluate.run(config)
+    watch.join()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert [*json.loads((folder / "results.json").read_text())] == ["val"]
+    assert len(lines(folder / "samples.jsonl")) == 8 and not [*folder.rglob("*.jsonl.*")]
+    assert capsys.readouterr().out.count("items 8") == 1
+    found = evaluate.run(config)
+    said = capsys.readouterr().out
+    assert (
+        f"val: done before this evaluation was broken off; its results are in {folder}" in said
+        and "items 8" not in said
+    )
+    assert found == evaluate.run(config, out=tmp_path / "whole") and [*found] == ["val", "train"]
+    for name in ("results.json", "samples.jsonl"):
+        assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert len(page_data(folder / "report.html")["episodes"]["items"]) == 8 + 16 * 40
 
 
 def test_one_greedy_answer_is_the_default(tmp_path, judged, scenes, capsys):

@@ -18,7 +18,8 @@ import numpy as np
 
 from saccade.errors import ConfigError
 from saccade.plugins.evaluation.compare import evaluated, item_of
-from saccade.plugins.evaluation.results import numbered, read_lines, to_lines, write_files
+from saccade.plugins.evaluation.eval_folder import numbered
+from saccade.plugins.evaluation.results import read_lines, to_lines, write_files
 from saccade.plugins.reports.report_page import Cell, Estimate, Table
 from saccade.plugins.reports.trajectories import IMAGES
 from saccade.recipes.accuracy import accuracy

@@ -6,25 +6,25 @@ saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import closing
+import signal
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from saccade import checks
 from saccade.config import Config, load, on_one_gpu
-from saccade.errors import ConfigError
+from saccade.errors import ConfigError, Interrupted, RewardError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of, model_name
 from saccade.plugins.evaluation.checks_of_sets import BLIND, leak_metrics, leaked, sight_gain, with_blind
+from saccade.plugins.evaluation.eval_folder import begin, hold, places, write_about
 from saccade.plugins.evaluation.rescoring import read_samples, require_pictures, rescored, suites_among
 from saccade.plugins.evaluation.results import (
     SAMPLE_ROWS,
     add_rows,
-    places,
     read_lines,
-    record_start,
-    remove_if_empty,
     sample_rows,
     what_answers,
     write_numbers,
@@ -66,19 +66,25 @@ def run(
     checks.check(config, "eval" if rescore is None else "rescore")
     config = on_one_gpu(config)
     model_setup.quiet_libraries()
-    folder, answers = places(config, out)
-    with remove_if_empty(folder):
+    asked = {} if judges or rescore else {"command": "eval", "also": sorted(also)}
+    folder, answers = places(config, out, asked)
+    with hold(folder):
         if rescore is not None:
             return _rescore(config, folder, Path(rescore))
         if judges:
             found = reward_training.evaluate(with_pairs(config), folder)
             about = {"model": config.model.path, "prompt": str(config.prompt.format)}
-            record_start(folder, config, {"command": "eval", "answers": about})
+            write_about(folder, config, {"command": "eval", "answers": about})
             return found
-        return _evaluate(config, folder, answers, also)
+        summary = dict[str, Any]()
+        with _ended_by_signals(folder, summary):
+            _evaluate(config, folder, answers, asked, summary)
+        return summary
 
 
-def _evaluate(config: Config, folder: Path, answers: Path, also: Collection[str]) -> dict[str, Any]:
+def _evaluate(config: Config, folder: Path, answers: Path, asked: Mapping[str, Any], summary: dict[str, Any]) -> None:
+    """Adds the numbers of each set to the summary, which a signal does not take away."""
+    also = asked["also"]
     given = config
     config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     family = answering_family(config)
@@ -89,19 +95,23 @@ def _evaluate(config: Config, folder: Path, answers: Path, also: Collection[str]
         raise ConfigError(
             "--also leaks: there are no training rows to compare with; name them in data.train of the file"
         )
-    seen = leaked(sets, questions.load_prompts(config, config.data.train, family).samples) if "leaks" in also else {}
+    training = questions.load_prompts(config, config.data.train, family) if "leaks" in also else None
+    seen = leaked(sets, training.samples) if training else {}
     sets = with_blind(sets) if "blind" in also else sets
     opened = evaluator_of(config, family, folder, answers=answers, command="eval", name=folder.name)
-    results, summary = list[Result](), dict[str, Any]()
+    results = list[Result]()
     with closing(TrajectoryWriter(folder)) as writer, opened as (evaluator, console):
         for dataset in sets.values():
             parts.test_rewards(config, evaluator.scorer, dataset.samples)
         warn_of_rewards(evaluator.scorer, sets.values(), shared=False)
-        facts = {"command": "eval", "also": sorted(also), **parts.manifest(family, None, config)}
+        facts = {**asked, **parts.manifest(family, training, config)}
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
         facts["answers"] = what_answers(config, model_name(config, evaluator.engine))
-        record_start(folder, given, facts)
+        summary |= (done := begin(folder, given, facts))
         for name, dataset in sets.items():
+            if name in done:
+                log.info(f"{name}: done before this evaluation was broken off; its results are in {folder}")
+                continue
             with console.phase(name):
                 result = evaluator.evaluate(name, dataset)
             results.append(result)
@@ -119,7 +129,25 @@ def _evaluate(config: Config, folder: Path, answers: Path, also: Collection[str]
         _finish(folder)
     for result in results:  # only now: no answer is lost
         check_errors(result.groups, config.reward, config.env)
-    return summary
+    for name in done:
+        if (share := summary[name].get("error_rate", 0.0)) > config.reward.max_error_rate:
+            raise RewardError(f"{name}: {share:.1%} of its answers could not be scored; samples.jsonl says why")
+
+
+@contextmanager
+def _ended_by_signals(folder: Path, summary: Mapping[str, Any]) -> Iterator[None]:
+    """SIGTERM ends an evaluation as Ctrl-C does, and it says what is done."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = f"the results of {', '.join(summary)} are in {folder}" if summary else "no set was done"
+        raise Interrupted(f"stopped; {kept}. The same command goes on with what is missing") from None
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
@@ -149,7 +177,7 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
             log.warning(warning)
         answered = read_manifest(samples.parent).get("answers", {})
         about = {"samples": str(samples), "hash": hashlib.sha256(samples.read_bytes()).hexdigest(), "answers": answered}
-        record_start(folder, given, {"command": "eval --rescore", **about})
+        write_about(folder, given, {"command": "eval --rescore", **about})
         for name in sets:
             own = [row for row in rows if row["set"] == name]
             results.append(rescored(name, own, scorer))

@@ -1,28 +1,23 @@
-"""What an evaluation found, and the folder that it is written to.
+"""What an evaluation found, as its files hold it.
 
-folder, answers = places(config, None)
-with remove_if_empty(folder):
-    add_rows(folder, sample_rows(result, family))
-    write_numbers(folder, {result.name: result.metrics})
+add_rows(folder, sample_rows(result, family))
+write_numbers(folder, {result.name: result.metrics})
 """
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from saccade.checks.steps import own_settings
-from saccade.config import Config, ValConfig, to_yaml
+from saccade.config import Config, ValConfig
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.plugins.reports.rollout_record import rollout_row, same
 from saccade.recipes.evaluator import Result
-from saccade.run.folder import CHOSEN, CONFIG, METRICS, RESULTS, start_facts, write_start, write_whole
-from saccade.system.disk import require_writable
+from saccade.run.folder import RESULTS, write_whole
 
-ANSWERS, SAMPLE_ROWS = "answers", "samples.jsonl"
+SAMPLE_ROWS = "samples.jsonl"
 # What a row says of the reward, which a reward that is given again changes.
 VERDICT = {**same("extracted", "reward", "end_reason", "status", "reason", "parts"), "score": "outcome"}
 SAMPLES = {
@@ -31,50 +26,6 @@ SAMPLES = {
     "tokens": "response_tokens",
     **same("said", "tool_calls", "media", "extra"),
 }
-
-
-def places(config: Config, out: Path | None) -> tuple[Path, Path]:
-    """A folder for the results, and one inside for the answers of an endpoint. The first of
-    NAME-eval, NAME-eval-2 … that is free: nothing is overwritten. But what was broken off since the
-    last that ended goes on where its answers are, and does not ask for them again.
-    """
-    if out is not None:
-        for name in (RESULTS, METRICS):
-            if (Path(out) / name).exists():
-                raise ConfigError(f"--out {out}: it holds {name} already; name a new folder")
-        require_writable(out, "--out")
-        return Path(out), Path(out) / ANSWERS
-    require_writable(config.run.out, "run.out")
-    folders = numbered(Path(config.run.out) / f"{config.run.name}-eval")
-    earlier: list[Path] = []
-    while (folder := next(folders)).exists():
-        earlier.insert(0, folder)
-    broken_off = itertools.takewhile(lambda path: not (path / RESULTS).exists(), earlier)
-    folder = next((path for path in broken_off if (path / ANSWERS).exists()), folder)
-    return folder, folder / ANSWERS
-
-
-def numbered(path: Path) -> Iterator[Path]:
-    """NAME, NAME-2, NAME-3 …"""
-    yield path
-    yield from (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
-
-
-@contextmanager
-def remove_if_empty(folder: Path) -> Iterator[None]:
-    """The folder for what follows; a command that is refused leaves no empty one behind."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        if not any(folder.iterdir()):
-            folder.rmdir()
-
-
-def record_start(folder: Path, config: Config, manifest: Mapping[str, Any]) -> None:
-    """What is evaluated, in the files in which a run says what it is."""
-    texts = {CONFIG: to_yaml(config), CHOSEN: to_yaml(config, full=False)}
-    write_start(folder, texts, start_facts(config.model_dump(mode="json"), manifest))
 
 
 def what_answers(config: Config, model: str) -> dict[str, str]:
@@ -108,6 +59,12 @@ def sample_rows(result: Result, family: Family) -> list[dict[str, Any]]:
 def add_rows(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     with (folder / SAMPLE_ROWS).open("a", encoding="utf-8") as file:
         file.write(to_lines(rows))
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """Of the sets that are done."""
+    file = folder / RESULTS
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def write_numbers(folder: Path, summary: Mapping[str, Any]) -> None:

@@ -1,0 +1,126 @@
+"""The folder of an evaluation: where it is, who writes to it, and what is done in it already.
+
+folder, answers = places(config, None, asked={"command": "eval", "also": []})
+with hold(folder):
+    done = begin(folder, config, manifest)
+"""
+
+import itertools
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from saccade.config import Config, load, to_yaml
+from saccade.errors import ConfigError
+from saccade.plugins.evaluation.results import SAMPLE_ROWS, read_summary, write_numbers
+from saccade.run.folder import (
+    CHOSEN,
+    CONFIG,
+    LOCK,
+    METRICS,
+    NOTHING,
+    RESULTS,
+    differences,
+    locked,
+    read_manifest,
+    start_facts,
+    write_start,
+    write_whole,
+)
+from saccade.system.disk import require_writable
+
+ANSWERS = "answers"
+PLACE = ("run.out", "run.name", "run.resume")  # where an evaluation is, and not what it is
+
+
+def places(config: Config, out: Path | None, asked: Mapping[str, Any] = NOTHING) -> tuple[Path, Path]:
+    """A folder for the results, and one for the answers of an endpoint. The first of NAME-eval, NAME-eval-2 … that is
+    free: nothing is overwritten. But the same evaluation (its options, and what its manifest says of `asked`) goes on
+    in the folder where it was broken off, and answers of what was broken off since the last that ended are not asked
+    for again.
+    """
+    if out is not None:
+        out = Path(out)
+        for name in (RESULTS, METRICS):
+            if (out / name).exists() and (name == METRICS or not asked or finished(out)):
+                raise ConfigError(f"--out {out}: it holds {name} already; name a new folder")
+        if (out / RESULTS).exists() and (changes := changes_of(out, config, asked)):
+            began = f"--out {out}: the evaluation that was broken off there had other options"
+            raise ConfigError("\n  ".join([f"{began}; restore them, or name a new folder", *changes]))
+        require_writable(out, "--out")
+        return out, out / ANSWERS
+    require_writable(config.run.out, "run.out")
+    folders = numbered(Path(config.run.out) / f"{config.run.name}-eval")
+    earlier: list[Path] = []
+    while (folder := next(folders)).exists():
+        earlier.insert(0, folder)
+    broken_off = [*itertools.takewhile(lambda path: not finished(path), earlier)]
+    if asked:
+        folder = next((path for path in broken_off if not changes_of(path, config, asked)), folder)
+    answers = next((path for path in broken_off if (path / ANSWERS).exists()), folder)
+    return folder, answers / ANSWERS
+
+
+def finished(folder: Path) -> bool:
+    """Whether all sets of an evaluation are done. Where its manifest lists none, they were written at once."""
+    planned = {one.get("name") for one in read_manifest(folder).get("sets", ())}
+    return (folder / RESULTS).exists() and planned <= read_summary(folder).keys()
+
+
+def changes_of(folder: Path, config: Config, asked: Mapping[str, Any]) -> list[str]:
+    """What is not as it was in the evaluation that began in the folder."""
+    try:
+        before, facts = load(folder / CONFIG).model_dump(mode="json"), read_manifest(folder)
+    except ConfigError as error:  # there is none, or one of another version
+        return [str(error)]
+    changed = differences(before, config.model_dump(mode="json"))
+    changed |= {key: (facts.get(key), value) for key, value in asked.items() if facts.get(key) != value}
+    return [f"{key}: {old!r} in the folder, {new!r} now" for key, (old, new) in changed.items() if key not in PLACE]
+
+
+def numbered(path: Path) -> Iterator[Path]:
+    """NAME, NAME-2, NAME-3 …"""
+    yield path
+    yield from (path.with_name(f"{path.name}-{n}") for n in itertools.count(2))
+
+
+@contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """The folder for what follows, and for no other process; a command that is refused leaves no empty one behind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        try:
+            yield
+        finally:
+            if [path.name for path in folder.iterdir()] == [LOCK]:
+                shutil.rmtree(folder)
+
+
+def begin(folder: Path, config: Config, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Says what is evaluated. Returns the numbers of the sets that were done before the same was broken off, with the
+    same weights, texts, functions and rows; nothing of others is kept.
+    """
+    before, found, samples = read_manifest(folder), read_summary(folder), folder / SAMPLE_ROWS
+    facts = write_about(folder, config, manifest, before)
+    same = all(before.get(key) == facts[key] for key in {*manifest, "functions"} - {"sets"})
+    kept = [one["name"] for one in facts["sets"] if same and one in before["sets"]]
+    done = {name: found[name] for name in kept if name in found}
+    if samples.exists():
+        whole = samples.read_bytes().rpartition(b"\n")[0].split(b"\n")  # without a line that was not finished
+        rows = [line for line in whole if line and json.loads(line)["set"] in done]
+        write_whole(samples, b"".join(line + b"\n" for line in rows).decode())
+    if found:
+        write_numbers(folder, done)
+    return done
+
+
+def write_about(
+    folder: Path, config: Config, manifest: Mapping[str, Any], before: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
+    """What is evaluated, in the files in which a run says what it is. Returns the manifest as it is read again."""
+    facts = start_facts(config.model_dump(mode="json"), manifest, before)
+    write_start(folder, {CONFIG: to_yaml(config), CHOSEN: to_yaml(config, full=False)}, facts)
+    return read_manifest(folder)
