@@ -231,6 +231,26 @@ def test_an_evaluation_as_data(evaluated):
     assert by_category["rows"][1][:2] == ["far", None]
 
 
+def test_what_else_people_publish_of_an_evaluation(tmp_path):
+    gain = {"sight_gain": 0.2, "sight_gain_ci_low": 0.1, "sight_gain_ci_high": 0.3}
+    leaks = {"leaked_pictures": 3.0, "leaked_questions": 2.0, "accuracy_unseen": 0.4}
+    sets = {"a": gain | leaks, "b": {"section_mean": 0.6}, "c": {"strict": 0.3, "loose": 0.5}, "a-blind": {}}
+    plain = {"accuracy": 0.5, "items": 8.0}
+    (tmp_path / "results.json").write_text(json.dumps({name: plain | more for name, more in sets.items()}))
+    (table,) = page_data(write_eval_report(tmp_path))["tables"]
+    rows = [[cell and cell["value"] for cell in row[1:]] for row in table["rows"]]
+    columns = dict(zip(table["columns"][1:], map(list, zip(*rows, strict=True)), strict=True))
+    assert columns == {
+        "accuracy": [0.5] * 4, "mean of sections": [None, 0.6, None, None], "strict": [None, None, 0.3, None],
+        "loose": [None, None, 0.5, None], "sight gain": [0.2, None, None, None],
+        "accuracy, not trained on": [0.4, None, None, None], "leaked pictures": [3, None, None, None],
+        "leaked questions": [2, None, None, None], "items": [8] * 4,
+    }  # fmt: skip
+    shown = table["rows"][0][table["columns"].index("sight gain")]
+    assert (shown["low"], shown["high"], shown["percent"], shown["change"]) == (0.1, 0.3, True, True)
+    assert not table["rows"][0][table["columns"].index("leaked pictures")]["percent"]
+
+
 @needs_browser
 def test_an_evaluation_in_a_browser(evaluated, browser):
     browser.visit(evaluated.as_uri())

@@ -70,6 +70,15 @@ BESIDE_ACCURACY = {  # metric -> label, whether it is a share
     "truncated_frac": ("cut responses", True),
     "response_mean": ("response tokens", False),
 }
+PUBLISHED = {  # what some sets are measured by as well, and what a score may owe to
+    "section_mean": ("mean of sections", True),
+    "strict": ("strict", True),
+    "loose": ("loose", True),
+    "sight_gain": ("sight gain", True),
+    "accuracy_unseen": ("accuracy, not trained on", True),
+    "leaked_pictures": ("leaked pictures", False),
+    "leaked_questions": ("leaked questions", False),
+}
 TITLES = {
     "by_limit": ("by limit of turns", "limit"),
     "by_turns": ("by turns that were used", "turns used"),
@@ -233,7 +242,7 @@ def estimate(row: Row, name: str, percent: bool, prefix: str = "") -> Estimate |
     if row.get(prefix + name) is None:
         return None
     low, high = (row.get(prefix + end) for end in interval_of(name))
-    return Estimate(value=row[prefix + name], low=low, high=high, percent=percent)
+    return Estimate(value=row[prefix + name], low=low, high=high, percent=percent, change=name == "sight_gain")
 
 
 def _compared(name: str, leaves: Sequence[str], first: Row, last: Row) -> Iterator[tuple[Cell, ...]]:
@@ -404,7 +413,7 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:
     shares = [n for n in sorted(there) if n == "accuracy" or "@" in n or n == "all_rotations"]
     scores = [n for n in sorted(there) if n == "score" or n.startswith("score/")]
     columns = {n: (LABELS.get(n, n), True) for n in shares} | {n: (n, False) for n in scores}
-    columns |= {n: about for n, about in BESIDE_ACCURACY.items() if n in there}
+    columns |= {n: about for n, about in (PUBLISHED | BESIDE_ACCURACY).items() if n in there}
     columns["items"] = ("items", False)
     return _table(_kind(results), "set", results, columns, INTERVALS)
 
