@@ -29,11 +29,13 @@ def some_data(config: Config) -> Iterator[str]:
 
 def data_files(config: Config, names: Sequence[str] = ("train", "val", "demonstrations")) -> Iterator[str]:
     data = config.data
+    alone = ", or data.val=[] to evaluate the suites alone" if [*names] == ["val"] and config.eval.suites else ""
     for name in names:
         for source in getattr(data, name):
             path = parse_address(source.path).path
             if not data.allow_network and not Path(path).exists():
-                yield f"data.{name}: {path} does not exist; give a file, or a hub id with data.allow_network=true"
+                hub = "a hub id with data.allow_network=true"
+                yield f"data.{name}: {path} does not exist; give a file, or {hub}{alone}"
 
 
 def pixels(config: Config) -> Iterator[str]:

@@ -15,6 +15,7 @@ from saccade.data.datasets import Dataset
 from saccade.data.datasets import load as read
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import decode
+from saccade.plugins.dry_run.plan import plan
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.suites import suites
@@ -129,6 +130,18 @@ def test_what_is_missing_is_named_with_the_line_that_fetches_it(tmp_path: Path) 
     fetch = "hf download DreamMr/HR-Bench --repo-type dataset --local-dir"
     assert f"`{fetch} {tmp_path}/HR-Bench`" in said and "eval.folder" in said
     assert "eval.suites=vstarr: no such name; did you mean 'vstar'? Expected one of clevr_count, superclevr" in said
+
+
+def test_suites_alone(folder: Path) -> None:
+    """A plan counts their rows; where the file names rows that are not here, it is said how to do without."""
+    own = ["model.path=tiny:qwen2_5_vl", f"eval.folder={folder}", "eval.suites=[vstar,gpqa_diamond,mathvision,mmau]"]
+    assert dict(plan(load(None, own), "eval"))["rows"] == "6"
+    absent = [*own, "data.val=absent.jsonl"]
+    with pytest.raises(
+        ConfigError, match=r"absent\.jsonl does not exist; .*, or data\.val=\[\] to evaluate the suites alone"
+    ):
+        check(load(None, absent), "eval")
+    check(load(None, [*absent, "data.val=[]"]), "eval")
 
 
 def test_suites_are_scored_as_their_authors_do() -> None:

@@ -104,7 +104,11 @@ def _rl(config: Config) -> list[tuple[str, str]]:
 
 def _answers(config: Config, command: str) -> list[tuple[str, str]]:
     evaluates = command == "eval"
-    rows = total_rows(config.data.val if evaluates else config.data.train or config.data.val)
+    sources = config.data.val if evaluates else config.data.train or config.data.val
+    if evaluates and config.eval.suites:
+        suite_sources = import_module("saccade.plugins.suites.suites").suite_sources
+        sources = (*sources, *(one for name in config.eval.suites for one in suite_sources(name, config.eval)))
+    rows = total_rows(sources)
     return [
         ("rows", "not counted" if rows is None else str(rows)),
         ("responses per prompt", str(config.val.n if evaluates else config.generate.n)),
