@@ -198,7 +198,7 @@ def compare(
     ] = None,
 ) -> None:
     """Compare two evaluations item by item: the paired difference, and the questions that changed."""
-    from saccade.plugins.reports.report import text_table
+    from saccade.plugins.reports.eval_report import text_table
 
     tables, notes, page = import_module("saccade.plugins.evaluation.compare").compare(first, second, out)
     for table in tables:
@@ -225,7 +225,7 @@ def subgroups(
     ] = None,
 ) -> None:
     """Accuracy of an evaluation by groups of its rows, with the gaps between them; and by label."""
-    from saccade.plugins.reports.report import text_table
+    from saccade.plugins.reports.eval_report import text_table
 
     if not (by or labels or within):
         raise ConfigError("--by: nothing to divide the rows by; name a column, such as --by sex, or add --labels")
@@ -249,7 +249,7 @@ def annotate(
     --read shows how often person and verifier agree, with Cohen's kappa, and writes the evaluation with the
     person's verdicts, for `saccade compare`.
     """
-    from saccade.plugins.reports.report import text_table
+    from saccade.plugins.reports.eval_report import text_table
 
     recipe = import_module("saccade.plugins.evaluation.annotations")
     if read is None:
@@ -267,11 +267,11 @@ def annotate(
 @command("report", panel="Look", example="saccade report runs/quickstart/rl")
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
     """Write the report of a run or an eval as one HTML file, its episodes included."""
-    reports = import_module("saccade.plugins.reports.report")
-    if reports.is_evaluation(folder):
-        page = reports.write_eval_report(folder)
+    evaluations = import_module("saccade.plugins.reports.eval_report")
+    if evaluations.is_evaluation(folder):
+        page = evaluations.write_eval_report(folder)
     elif (folder / "config.resolved.yaml").is_file():
-        page = reports.from_run(folder)
+        page = import_module("saccade.plugins.reports.report").from_run(folder)
     else:
         inside = sorted({*folder.glob("*/config.resolved.yaml"), *folder.glob("*/results.json")})
         one = inside[0].parent if inside else "runs/NAME"

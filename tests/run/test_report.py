@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import TrackConfig
-from saccade.plugins.reports.report import charts_of, from_run, side_by_side, write_eval_report
+from saccade.plugins.reports.eval_report import write_eval_report
+from saccade.plugins.reports.report import charts_of, from_run, side_by_side
 from saccade.plugins.reports.report_page import Chart, Curve, Report, Table, write_report
 from saccade.run.loggers import Loggers
 from tests.browser import needs_browser, page_data

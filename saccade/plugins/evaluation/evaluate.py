@@ -29,7 +29,7 @@ from saccade.plugins.evaluation.results import (
     what_answers,
     write_numbers,
 )
-from saccade.plugins.reports.report import table_lines, write_eval_report
+from saccade.plugins.reports.eval_report import table_lines, write_eval_report
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card

@@ -18,7 +18,7 @@ from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
 from saccade.plugins.evaluation.results import write_files
-from saccade.plugins.reports.report import table_lines
+from saccade.plugins.reports.eval_report import table_lines
 from saccade.plugins.reward_models.reward_card import RewardCard, read_card, write_card
 from saccade.plugins.reward_models.reward_losses import RewardLoss, StepsLoss, measured, train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of, with_statistics

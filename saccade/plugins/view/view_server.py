@@ -22,17 +22,8 @@ from fastapi.responses import HTMLResponse, Response
 from saccade.checks import unread
 from saccade.errors import ConfigError
 from saccade.plugins.reports.episodes import episode_of, inside, question_of, thumbnail
-from saccade.plugins.reports.report import (
-    eval_report,
-    is_evaluation,
-    read_facts,
-    read_numbers,
-    read_options,
-    read_results,
-    run_facts,
-    run_report,
-    what_answered,
-)
+from saccade.plugins.reports.eval_report import eval_report, is_evaluation, read_facts, read_results, what_answered
+from saccade.plugins.reports.report import read_numbers, read_options, run_facts, run_report
 from saccade.plugins.reports.report_page import page_with, plain
 from saccade.plugins.serving import http_server
 from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, json_app

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 import saccade
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
-from saccade.plugins.reports.report import eval_report
+from saccade.plugins.reports.eval_report import eval_report
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_card import RewardCard, read_card
