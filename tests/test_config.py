@@ -168,7 +168,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(override: str, nearest: str)
     ("algorithm.weight_bound=2", ["algorithm.args.weight_floor"]),
     ("data.train=[{path: a.jsonl, wieght: 2}]", ["unknown key 'data.train.0.wieght'; did you mean 'weight'?"]),
     ("reward.terms=[{verifier: math, zzz: 2}]", ["unknown key 'reward.terms.0.zzz'; expected one of ", "verifier"]),
-    ("rollout.top_p=1.5", ["rollout.top_p", "less than or equal to 1"]),
+    ("rollout.top_p=1.5", ["rollout.top_p", "at most 1"]),
     ("train.prompts_per_step=many", ["train.prompts_per_step", "whole number", "'many'"]),
     ("rollout.ahead=true", ["rollout.ahead: expects a whole number, got 'true'"]),
     ("train.schedule=cosinus", ["train.schedule", "'cosine'", "'cosinus'"]),

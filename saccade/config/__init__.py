@@ -265,7 +265,12 @@ WANTED = {
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "expects a whole number"),
     **dict.fromkeys(("bool_parsing", "bool_type"), "expects true or false"),
     "tuple_type": "expects a list such as [a, b]",
-    "dict_type": "expects a table such as {a: 1}",
+    "dict_type": "expects a table such as {{a: 1}}",
+    "greater_than": "expects more than {gt:g}",
+    "greater_than_equal": "expects at least {ge:g}",
+    "less_than": "expects less than {lt:g}",
+    "less_than_equal": "expects at most {le:g}",
+    "literal_error": "expects {expected}",
 }
 
 
@@ -278,7 +283,7 @@ def explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "model_type" and inside:
         return f"{key}: a section, got {given!r}; set one of its options: {', '.join(inside)}"
     hint = f" ({field.description})" if field is not None else ""
-    wanted = WANTED.get(error["type"], error["msg"].removeprefix("Value error, "))
+    wanted = WANTED.get(error["type"], "").format(**error.get("ctx", {})) or error["msg"].removeprefix("Value error, ")
     return f"{key}: {wanted}, got {given!r}{hint}"
 
 

@@ -47,8 +47,8 @@ def test_values_in_args_are_held_against_the_function(algorithm, refused):
     assert row.estimator.options["gpg_divisor"] == "std"
     assert algorithm("policy_loss=vespo", "args.vespo_positive=[1,2]").loss.options["vespo_positive"] == (1, 2)
     for given, says in (
-        ("gpg_divisor=stdd", "algorithm.args.gpg_divisor: Input should be 'one' or 'std'"),
-        ("gpg_alpha_max=0", "algorithm.args.gpg_alpha_max: Input should be greater than 0, got 0"),
+        ("gpg_divisor=stdd", "algorithm.args.gpg_divisor: expects 'one' or 'std'"),
+        ("gpg_alpha_max=0", "algorithm.args.gpg_alpha_max: expects more than 0, got 0"),
         ("gpg_alpha_max=much", "algorithm.args.gpg_alpha_max: expects a number, got 'much'"),
     ):
         assert says in refused("preset=gpg", f"args.{given}")
