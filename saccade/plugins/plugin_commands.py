@@ -1,6 +1,6 @@
-"""Commands of plugins: their options, and which function runs them.
+"""The commands of plugins: their options, and the function that runs each.
 
-Plugins are imported when their command runs, so that `saccade --help` stays instant.
+A plugin is imported when its command runs, so that `saccade --help` stays fast.
 
     saccade chat models/Qwen2.5-VL-3B-Instruct --serve
 """
@@ -39,7 +39,7 @@ def init(
         str | None, typer.Option(help="GPU that it should fit, such as H100; else this machine's.")
     ] = None,
 ) -> None:
-    """Write a commented run.yaml for a model folder and a data file, which fits the GPU that is there."""
+    """Write a commented run.yaml for a model folder and a data file, with sizes that fit the GPU."""
     from saccade.plugins.init.init_config import advice, write_config
 
     if note := write_config(model, data, out, device):
@@ -49,9 +49,9 @@ def init(
 
 @command("stages", panel="Train", example="saccade stages configs/stages_text_then_images.yaml --dry-run")
 def stages(arguments: Arguments = None, dry_run: DryRun = False, smoke: Smoke = False) -> None:
-    """Train in stages, such as SFT, RL on text, RL on images: one file, each from the checkpoint before.
+    """Train in stages from one file, such as SFT, RL on text, RL on images; each starts from the previous checkpoint.
 
-    STAGE.KEY=VALUE is for one stage; run.resume=auto continues where it ended.
+    STAGE.KEY=VALUE sets an option of one stage; run.resume=auto continues an interrupted run.
     """
     files, overrides = split(arguments or ())
     if len(files) != 1:
@@ -77,8 +77,8 @@ def chat(
     """Talk with a model about images: /image PATH, /series PATH, /system TEXT, /greedy, /clear,
     /save FILE, exit.
 
-    A plain argument is a model folder, as model.path=FOLDER is. --serve asks clients for a token,
-    which it prints; the environment variable SACCADE_TOKEN sets one.
+    An argument without `=` is the model folder: short for model.path=FOLDER. With --serve, clients must send a
+    token: the value of the environment variable SACCADE_TOKEN, else a new one, which is printed.
     """
     from saccade.checks import check
     from saccade.config import given
@@ -103,9 +103,9 @@ def chat(
 
 @command("rank", panel="Train", example="saccade rank node-1:28400")
 def rank(address: Annotated[str, typer.Argument(help="HOST:PORT that the run prints.")]) -> None:
-    """Be one of the GPUs of a run with run.launcher=join: under Slurm, torchrun or by hand.
+    """Start one rank (one GPU) of a run with run.launcher=join: under Slurm, torchrun or by hand.
 
-    The run prints its address and the token that the environment variable SACCADE_TOKEN must hold.
+    The run prints its address and the token that must be in the environment variable SACCADE_TOKEN.
     """
     import_module("saccade.plugins.ranks.launchers").run_rank(address)
 
@@ -119,8 +119,8 @@ def serve_reward(
 ) -> None:
     """Score responses for other runs over HTTP, with the rewards of a config.
 
-    Clients are asked for a token, which is printed; the environment variable SACCADE_TOKEN sets
-    one. Clients of OpenRLHF and LMM-R1 send none: --no-token serves them on this machine.
+    Clients must send a token: the value of the environment variable SACCADE_TOKEN, else a new one, which is
+    printed. Clients of OpenRLHF and LMM-R1 send none: --no-token serves them on this machine.
     """
     from saccade.checks import check
     from saccade.config import given
@@ -165,7 +165,7 @@ def estimate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
+    """Estimate what a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
     from saccade.checks import check
     from saccade.config import given
 
@@ -182,7 +182,7 @@ def doctor(
     model: Annotated[str | None, typer.Option(metavar="FOLDER", help="Same as model.path=FOLDER.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What is missing or does not fit: packages, devices, engines, disk, and a model in full."""
+    """Check packages, devices, engines and disk; with a model, also its files and whether its log-probs agree."""
     models = [one.startswith("tiny:") or Path(one, "config.json").is_file() for one in arguments or []]
     folders = [f"model.path={one}" if named else one for one, named in zip(arguments or [], models, strict=True)]
     config = read_config([*folders, *([f"model.path={model}"] if model else [])])
@@ -224,7 +224,7 @@ def subgroups(
         ),
     ] = None,
 ) -> None:
-    """Accuracy of an evaluation by groups of its rows, with the gaps between them; and by label."""
+    """Show the accuracy of an evaluation by groups of rows, with the gaps between groups; and by label."""
     from saccade.plugins.reports.eval_report import text_table
 
     if not (by or labels or within):
@@ -244,7 +244,7 @@ def annotate(
     hide: Annotated[bool, typer.Option("--hide", help="Do not show what the verifier said.")] = False,
     read: Annotated[Path | None, typer.Option(metavar="FILE", help="One that a person filled in.")] = None,
 ) -> None:
-    """Answers for a person to judge, as CSV or JSON lines: write right or wrong into the column `human`.
+    """Write answers for a person to judge, as CSV or JSON lines; fill in right or wrong in the column `human`.
 
     --read shows how often person and verifier agree, with Cohen's kappa, and writes the evaluation with the
     person's verdicts, for `saccade compare`.
@@ -266,7 +266,7 @@ def annotate(
 
 @command("report", panel="Look", example="saccade report runs/quickstart/rl")
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
-    """Write the report of a run or an eval as one HTML file, its episodes included."""
+    """Write the report of a run or an eval, with its episodes, as one HTML file."""
     evaluations = import_module("saccade.plugins.reports.eval_report")
     if evaluations.is_evaluation(folder):
         page = evaluations.write_eval_report(folder)
@@ -289,7 +289,7 @@ def view(
 ) -> None:
     """Look at runs in a browser while they train: curves, options, rollouts, two runs side by side.
 
-    The address is printed with its token; the environment variable SACCADE_TOKEN sets one.
+    The address is printed with a token: the value of the environment variable SACCADE_TOKEN, else a new one.
     """
     recipe = import_module("saccade.plugins.view.view_server")
     if out is None:

@@ -1,5 +1,5 @@
-"""A checkpoint → a stand-alone Hugging Face folder, in another type if wanted, verified by opening
-it again.
+"""Exports a checkpoint as a stand-alone Hugging Face folder, optionally in another dtype, and verifies
+it by loading it.
 
 export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16", verify=True)
 """
@@ -19,7 +19,7 @@ from saccade.plugins.export.sharded_weights import sharded_folder, sharded_weigh
 from saccade.plugins.export.zero_weights import zero_folder, zero_weights
 from saccade.system.disk import require_writable
 
-ADAPTER = "adapter"  # folder of `models/lora.py`, inside a checkpoint
+ADAPTER = "adapter"  # folder that `models/lora.py` writes inside a checkpoint
 
 
 def export(
@@ -30,9 +30,9 @@ def export(
     adapter_only: bool = False,
     like: str | Path | None = None,
 ) -> Path:
-    """`checkpoint` is a step folder or a run folder (its latest checkpoint). Log-probs of both are
-    compared. Adapters come along as they were trained, or are all that is written. Or it is one of
-    DeepSpeed's ZeRO or of FSDP, and `like` a folder with the config of its model, if it has none itself.
+    """`checkpoint`: a step folder, a run folder (its latest checkpoint), or a checkpoint of DeepSpeed ZeRO or FSDP;
+    `like`: a folder with the model's config, for those that have none. `verify`: compare the log-probs of both folders.
+    LoRA adapters are copied too; `adapter_only`: copy nothing else.
     """
     checkpoint, out = Path(checkpoint), Path(out)
     if dtype not in (None, *DTYPES):
@@ -70,7 +70,7 @@ def _require_empty(out: Path) -> None:
 
 
 def _described_by(like: str | Path | None, *places: Path) -> Path:
-    """The folder with the config of the model: verl writes one beside its parts."""
+    """The folder with the model's config; verl writes it as huggingface/ next to the shards."""
     for folder in [Path(like)] if like else [place / name for place in places for name in (".", "huggingface")]:
         if (folder / "config.json").is_file():
             return folder
@@ -81,7 +81,7 @@ def _described_by(like: str | Path | None, *places: Path) -> Path:
 def _from_parts(
     parts: Path, weights: dict[str, Tensor], like: Path, out: Path, dtype: str | None, verify: bool
 ) -> Path:
-    """Names are checked by opening what was written: there are no logits to compare."""
+    """Write joined shards. Verification only loads the result: there are no logits to compare with."""
     from huggingface_hub import save_torch_state_dict
 
     _require_empty(out)
@@ -91,7 +91,7 @@ def _from_parts(
             f"{parts}: it holds adapters ({adapters[0]}); merge those that were saved beside it with peft"
         )
     if described(like, "config.json").get("tie_word_embeddings") and "lm_head.weight" in weights:
-        del weights["lm_head.weight"]  # the embedding, once more
+        del weights["lm_head.weight"]  # a copy of the embedding
     cast = {name: each.to(kind) if each.is_floating_point() else each for name, each in weights.items()}
     out.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(cast, out, metadata={"format": "pt"})
@@ -108,7 +108,7 @@ def _copy_description(model: Path, out: Path) -> None:
 
 
 def export_dcp(checkpoint: str | Path, out: str | Path) -> Path:
-    """A model folder or checkpoint as one of torch's distributed checkpoints, for systems that train with FSDP."""
+    """Write a model folder or checkpoint as a torch distributed checkpoint (DCP), for trainers that use FSDP."""
     source, out = checkpoint_of(Path(checkpoint)), Path(out)
     _require_empty(out)
     require_intact(source)
@@ -121,14 +121,14 @@ def export_dcp(checkpoint: str | Path, out: str | Path) -> Path:
 
 
 def pictures(folder: Path) -> str:
-    """How large whoever serves the folder shows images, as a part of a sentence."""
+    """The image size limit in the folder's preprocessor config, which servers apply, as part of a sentence."""
     settings = described(folder, file := "preprocessor_config.json")
     limits = [f"{name} {settings[name]}" for name in ("max_pixels", "max_patches") if name in settings]
     return f"; {file} shows images with {limits[0]}" if limits else ""
 
 
 def checkpoint_of(path: Path) -> Path:
-    """A step folder itself, or the latest one of a run folder."""
+    """The latest checkpoint of a run folder or of its checkpoints/; a model folder is returned as it is."""
     from saccade.run.checkpoint import complete_steps
 
     for folder in (path / "checkpoints", path):
@@ -155,7 +155,7 @@ def _convert(source: Path, out: Path, dtype: str) -> None:
 
 
 def _compare(source: Path, out: Path, *, exact: bool) -> None:
-    """The same two questions, with pictures where the model sees, through both folders."""
+    """Raise if the log-probs of two questions differ between the folders, at all if `exact`, else by over 0.5."""
     import numpy as np
 
     from saccade.forest.packing import pack

@@ -1,8 +1,8 @@
-"""The weights of a model that FSDP has sharded, joined: a folder of torch's distributed checkpoints (DCP), or files of
-one state dict for each rank, as verl and EasyR1 write them. And back into DCP.
+"""Joins the weights of a model sharded by FSDP: a torch distributed checkpoint (DCP), or files with one state dict per
+rank, as verl and EasyR1 write them. Also writes DCP.
 
-Only tensors and plain values are read of these files. What describes a DCP folder is a pickle: records of torch are
-taken from it and nothing else.
+Reads only tensors and plain values from these files. The metadata of a DCP folder is a pickle: it is unpickled with an
+allow-list of torch's record classes.
 
     weights = sharded_weights(Path("global_step_100/actor"))
 """
@@ -26,7 +26,7 @@ from saccade.errors import EnvironmentProblem
 
 DESCRIBED, OF_RANKS = ".metadata", "model_world_size_*_rank_*.pt"
 WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|^module)\.")
-RECORDS = {  # what a description consists of, beside types of numbers
+RECORDS = {  # classes that DCP metadata may name, besides torch dtypes
     "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
     "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
@@ -38,7 +38,7 @@ RECORDS = {  # what a description consists of, beside types of numbers
 
 
 def sharded_folder(checkpoint: Path) -> Path | None:
-    """The folder with such files: this one, or the first of its folders that has them and is no critic."""
+    """The folder with sharded weights: this one, or the first subfolder with some, except critics and optimizers."""
     found = [folder for folder in (checkpoint, *sorted(checkpoint.glob("*/"))) if _is_sharded(folder)]
     models = [folder for folder in found if "optim" not in folder.name and "critic" not in folder.name]
     return models[0] if models else None
@@ -49,7 +49,7 @@ def _is_sharded(folder: Path) -> bool:
 
 
 def sharded_weights(folder: Path) -> dict[str, Tensor]:
-    """By name, as the model itself calls them."""
+    """Returns the full tensors under the model's own names, without prefixes of wrapper modules."""
     try:
         found = _of_dcp(folder) if (folder / DESCRIBED).is_file() else _of_ranks(folder)
     except (OSError, pickle.UnpicklingError, EOFError, KeyError, RuntimeError, ValueError) as error:
@@ -59,7 +59,7 @@ def sharded_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def write_dcp(weights: Mapping[str, Tensor], out: Path) -> None:
-    """As {"model": weights}, which FSDP's users load into any number of ranks; read again, and compared."""
+    """Write {"model": weights}, which FSDP trainers load into any number of ranks; read it back and compare."""
     with _alone():
         dcp.save({"model": dict(weights)}, checkpoint_id=out, no_dist=True)
     again = sharded_weights(out)
@@ -69,7 +69,7 @@ def write_dcp(weights: Mapping[str, Tensor], out: Path) -> None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without the warning that there are no ranks."""
+    """Suppresses torch's warning that no process group is initialised."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -113,7 +113,7 @@ def _of_dcp(folder: Path) -> dict[str, Tensor]:
     return {wanted[key]: tensor for key, tensor in weights.items()}
 
 
-# -- files of ranks --------------------------------------------------------------------------------
+# -- one file per rank -----------------------------------------------------------------------------
 
 
 def _of_ranks(folder: Path) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def _joined(name: str, parts: list[Any]) -> Tensor:
     first = parts[0]
     if not isinstance(first, DTensor):
         return first
-    *outer, inner = first.placements  # hybrid: each machine has all
+    *outer, inner = first.placements  # hybrid sharding: the outer mesh dimension has full copies
     if any(not isinstance(each, Replicate) for each in outer) or not isinstance(inner, Shard | Replicate):
         raise ValueError(f"{name}: tensors that are divided by {first.placements} are not read; only by rows of FSDP")
     local = [part.to_local() for part in parts[: first.device_mesh.shape[-1]]]

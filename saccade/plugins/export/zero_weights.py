@@ -1,9 +1,9 @@
-"""The weights of a checkpoint that DeepSpeed's ZeRO has written, stage 1, 2 or 3: its ranks' parts joined, in float32
-where they were trained. Only tensors and plain values are read of its files; DeepSpeed itself is not needed.
+"""Joins the weights of a DeepSpeed ZeRO checkpoint, stage 1, 2 or 3; trained weights are float32. Reads only tensors
+and plain values from its files; DeepSpeed is not needed.
 
-A folder such as `global_step100/` has one file of an optimizer for each rank, with its stretch of all masters end to
-end (stages 1 and 2), or of every master (stage 3), and files with names and shapes and with what was frozen: in parts
-with stage 3, else with all other weights of the model, rounded.
+A folder such as `global_step100/` has one optimizer file per rank: a slice of the concatenated float32 master weights
+(stages 1 and 2), or a slice of each master weight (stage 3). Model files have names, shapes and frozen weights: as
+one fragment per rank with stage 3, else in full, with rounded copies of all other weights.
 
     weights = zero_weights(Path("checkpoint-100/global_step100"))
 """
@@ -23,21 +23,21 @@ OPTIMIZERS, MODELS = "*_optim_states.pt", "*_model_states.pt"
 
 
 def zero_folder(checkpoint: Path) -> Path | None:
-    """The folder with its files: this one, or the one that its file `latest` names; None: no checkpoint of ZeRO."""
+    """The folder with ZeRO files: this one, or the one named in its file `latest`; None if there are none."""
     latest = checkpoint / "latest"
     named = checkpoint / latest.read_text(encoding="utf-8").strip() if latest.is_file() else checkpoint
     return next((folder for folder in (checkpoint, named) if any(folder.glob(OPTIMIZERS))), None)
 
 
 def zero_weights(folder: Path) -> dict[str, Tensor]:
-    """By name. What is tied is there once."""
+    """Returns the full tensors by name; tied weights occur once."""
     models = [_read(path) for path in _by_rank(folder, MODELS)]
     states = [_read(path)["optimizer_state_dict"] for path in _by_rank(folder, OPTIMIZERS)]
     count, first = states[0]["partition_count"], models[0]
     count = max(count) if isinstance(count, list) else count
     if len(states) != count:
         raise EnvironmentProblem(f"{folder}: it has {len(states)} files {OPTIMIZERS} of {count} ranks; copy them all")
-    third = "fp32_flat_groups" in states[0]  # its number is an object of DeepSpeed
+    third = "fp32_flat_groups" in states[0]  # `zero_stage` is a DeepSpeed enum, read as a stub
     names = first["buffer_names"] if third else first["module"].keys() - first["shared_params"].keys()
     found = {name: each for name, each in first["module"].items() if name in names}
     for name in found.keys() & set(first["buffer_names"]):
@@ -50,19 +50,19 @@ def zero_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _end_to_end(folder: Path, states: Any, groups: Any) -> Iterator[tuple[str, Tensor]]:
-    """Stages 1 and 2: the masters of a group lie end to end, and each rank has a stretch of that."""
+    """Stages 1 and 2: the master weights of a group are concatenated, and each rank has a slice of the result."""
     paddings = states[0].get("param_alignment_paddings") or [[0] * len(shapes) for shapes in groups]
     for number, (shapes, beside) in enumerate(zip(groups, paddings, strict=True)):
         flat = torch.cat([state["single_partition_of_fp32_groups"][number] for state in states])
         start = 0
         for (name, shape), padding in zip(shapes.items(), beside, strict=True):
-            yield name, flat[start:][: prod(shape)].view(shape).clone()  # else each would keep all
+            yield name, flat[start:][: prod(shape)].view(shape).clone()  # a view would keep all of `flat`
             start += prod(shape) + padding
         _require_used(folder, start, len(flat), slack=2 * len(states))
 
 
 def _of_every_weight(folder: Path, states: Any, groups: Any) -> Iterator[tuple[str, Tensor]]:
-    """Stage 3: each rank has a part of every master."""
+    """Stage 3: each rank has a slice of every master weight."""
     flats, start = [torch.cat([part.view(-1) for part in state["fp32_flat_groups"]]) for state in states], 0
     for name, shape in ((name, shape) for shapes in groups for name, shape in shapes.items()):
         part = -(-prod(shape) // len(states))
@@ -72,7 +72,7 @@ def _of_every_weight(folder: Path, states: Any, groups: Any) -> Iterator[tuple[s
 
 
 def _require_used(folder: Path, used: int, there: int, *, slack: int) -> None:
-    """Ranks pad their parts to equal lengths."""
+    """Raise unless all numbers are used, up to the padding that makes the ranks' slices equally long."""
     if not 0 <= there - used < slack:
         raise EnvironmentProblem(f"{folder}: its weights have {used:,} numbers, its optimizer {there:,}; copy it again")
 
@@ -89,7 +89,7 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Objects of DeepSpeed, as its loss scaler, become empty ones; torch refuses all others that are no tensors."""
+    """Load a file. DeepSpeed objects, such as its loss scaler, become stubs; torch refuses all other classes."""
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         stubs: list[Any] = [(_Stub, name) for name in unknown if name.startswith("deepspeed.")]

@@ -1,8 +1,8 @@
-"""Batch inference: responses of a model to a file, one JSON line each; rows that are there already
-with the same content are skipped. With rewards, the best of them become rows to train on.
+"""Batch inference: writes a model's responses to a file, one JSON line per row; rows that the file has
+with the same content are skipped. With rewards, the best responses can become training rows.
 
-With `generate.select=correct` a model teaches by example: its right episodes, all their turns and
-images, are written as conversations to learn from.
+`generate.select=correct` also writes the correct episodes, with all turns and images, as
+conversations for SFT.
 
     saccade generate run.yaml generate.n=4
 """
@@ -39,16 +39,16 @@ from saccade.types import Group
 
 log = logging.getLogger(__name__)
 
-BLOCK = 512  # prompts between two writes
-FILES = "files"  # that a response depends on, in what it was made of
+BLOCK = 512  # prompts per write
+FILES = "files"  # key in `_made_of`: digests of the files that a response depends on
 MADE_OF = ("run.seed", "rollout.", "prompt.", "env.", "reward.", "generate.n")
-# Of these, options that say how answers and scores are come by, and change none.
+# Options of MADE_OF that affect speed, cost or failures, but no answer or score.
 PACE = re.compile(
     r"rollout\.(http\.(?!api).*|replicas|tensor_parallel|memory_share|parity_max|max_sequences)"
     r"|reward\.(serve\..*|((judge|remote)\.)?(concurrency|retries|timeout|deadline|max_error_rate|self_test|workers"
     r"|batch|key|token|per_minute|cache|price|offload))"
 )
-ANSWERED = {**same("id", "data_source", "prompt"), "answer": "gold"}  # of a row, and of each of its responses
+ANSWERED = {**same("id", "data_source", "prompt"), "answer": "gold"}  # columns of a row; RESPONSES: of each response
 RESPONSES = {
     **{"text": "response", "tokens": "response_tokens", "score": "outcome"},
     **same("end_reason", "reward", "extracted"),
@@ -60,7 +60,7 @@ NONE_SELECTED = (
 
 
 def run(config: Any) -> dict[str, Any]:
-    """`data.train`, or `data.val` when there is none; with rewards, each response is scored too."""
+    """Answer the rows of `data.train`, or of `data.val` if it is empty; with rewards, score each response."""
     config = load(config)
     checks.check(config, "generate")
     config = on_one_gpu(config)
@@ -122,7 +122,7 @@ def run(config: Any) -> dict[str, Any]:
 
 
 def _made(path: Path, scorer: Scorer | None) -> str:
-    """What the file holds, in a line."""
+    """Summary of the file in one line: rows, responses, mean reward and scores."""
     rows = read_lines(path)
     answers = [(row["data_source"], [a for a in row["responses"] if a["reward"] is not None]) for row in rows]
     rewards = [answer["reward"] for _, scored in answers for answer in scored]
@@ -134,7 +134,7 @@ def _made(path: Path, scorer: Scorer | None) -> str:
 
 
 def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:
-    """Right episodes as rows for sft. Those of rows that are not done were left by a kill."""
+    """Add correct episodes as rows for SFT. Drops those of rows not in `done`: an interrupted run left them."""
     rows = [row for row in read_lines(path) if row["id"].rpartition("/")[0] in done]
     for sample, t in ((group.sample, t) for group in groups for t in group.trajectories):
         if t.status == "ok" and t.outcome is not None and t.outcome >= 1:
@@ -145,13 +145,13 @@ def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:
 
 
 def _made_of(config: Config, folder: str) -> dict[str, Any]:
-    """What a response and its score depend on besides the row: answers of two models, and scores of
-    two rewards, never mix in one file.
+    """Everything besides the row that a response and its score depend on. It is compared, so that answers
+    of two models or scores of two rewards never mix in one file.
     """
     http, options = config.rollout.http, leaves(config.model_dump(mode="json"))
     made: dict[str, Any] = {
         "model.path": f"{http.model} at {http.url}" if config.rollout.engine == "http" else config.model.path,
-        # other selections are made from the file and change no response
+        # other selections only read the finished file
         "select=correct": config.generate.select == "correct",
         **{name: value for name, value in options if name.startswith(MADE_OF) and not PACE.fullmatch(name)},
     }
@@ -160,7 +160,7 @@ def _made_of(config: Config, folder: str) -> dict[str, Any]:
 
 
 def _stamped(text: str) -> str | None:
-    """The digest of a folder of weights, or of a file of rewards or templates; else None."""
+    """Digest of a model folder, or of a file such as rewards or a template; None if `text` is no path."""
     if text and os.path.isfile(os.path.join(text, "config.json")):
         return _digest(repr(stamp(Path(text))).encode())
     path = text.partition(":")[0]
@@ -174,12 +174,12 @@ def _digest(data: bytes) -> str:
 def _done(
     path: Path, made_of: Mapping[str, Any], made_by: Mapping[str, str], contents: Mapping[str, str]
 ) -> tuple[set[str], list[str]]:
-    """Ids of whole lines, and of rows that have other contents than those that were answered. Lines
-    of these are removed, and one that a kill cut off, so they are made again. What the lines were
-    made of stands beside the file.
+    """Returns the ids of complete lines, and the ids of rows whose content changed after they were
+    answered. Removes the lines of changed rows and a truncated last line, so that they are made again.
+    The settings of all lines are in NAME.settings.json next to the file.
     """
     beside = path.with_name(f"{path.name}.settings.json")
-    data = path.read_bytes() if path.is_file() else b""  # the cut may be inside a character
+    data = path.read_bytes() if path.is_file() else b""  # bytes: the last line may end inside a character
     whole = data[: data.rfind(b"\n") + 1]
     if whole != data:
         path.write_bytes(whole)

@@ -1,8 +1,8 @@
-"""Rows to train on, chosen from scored responses: the best, the best and the worst, all good ones.
+"""Chooses training rows from scored responses: the best, the best and the worst, or all good ones.
 
-A function of the file of responses and the samples, so it can be made again at any time. Only whole
-responses with a reward take part. A prompt is written as it was asked and says so: no recipe words
-it a second time.
+Depends only on the file of responses and the samples, so it can be repeated at any time. Uses only
+complete responses with a reward. Prompts are written in their final wording and marked WORDED, so
+that no recipe adds its instructions again.
 
     write_selected("best_worst", Path("runs/run/generations.jsonl"), samples, threshold=None)
 """
@@ -22,7 +22,7 @@ Response = Mapping[str, Any]
 
 
 def check(config: Config) -> Iterator[str]:
-    """What a config alone can say against a selection."""
+    """Yields errors of the options of a selection."""
     generate = config.generate
     if generate.select in ("all", "correct"):
         return
@@ -37,7 +37,7 @@ def check(config: Config) -> Iterator[str]:
 def write_selected(
     select: str, responses: Path, samples: Sequence[Sample], threshold: float | None
 ) -> tuple[Path, int]:
-    """Beside the responses, as NAME.SELECT.jsonl; returns the file and its number of rows."""
+    """Write the chosen rows to NAME.SELECT.jsonl next to the responses; returns the file and its number of rows."""
     path = responses.with_suffix(f".{select}.jsonl")
     by_id = {sample.id: sample for sample in samples}
     chosen: list[Sample] = []
@@ -54,7 +54,7 @@ def write_selected(
 
 
 def _is_whole(response: Response) -> bool:
-    """One that was cut off would teach to stop there."""
+    """Whether a response is complete; a truncated one would teach the model to stop there."""
     ended = STATUS_OF_END.get(response["end_reason"]) in ("ok", "void")
     return ended and response["reward"] is not None and bool(response["text"])
 
@@ -68,7 +68,7 @@ def _best_worst(sample: Sample, good: Sequence[Response], whole: Sequence[Respon
 
 
 def _all_good(sample: Sample, good: Sequence[Response], whole: Sequence[Response]) -> list[Sample]:
-    texts = {response["text"]: response for response in good}  # each once
+    texts = {response["text"]: response for response in good}  # without duplicates
     return [
         replace(_demonstration(sample, response), id=f"{sample.id}/{number}")
         for number, response in enumerate(texts.values())

@@ -45,7 +45,7 @@ def sparkline(values: list[float]) -> str:
 class LiveDisplay:
     def __init__(self, console: Console, file: IO[str]) -> None:
         self.console = console
-        self._validation: dict[str, str] = {}  # the last of each set
+        self._validation: dict[str, str] = {}  # latest result of each validation set
         self._trend: deque[float] = deque(maxlen=48)
         self._spinner = Spinner("dots")
         terminal = Terminal(file=file, force_terminal=True, emoji=False)

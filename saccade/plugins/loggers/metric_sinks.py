@@ -1,5 +1,5 @@
-"""Loggers besides the JSON lines: TensorBoard, Weights & Biases, MLflow, SwanLab; all but the first also show tables of
-stored rollouts with their pictures. Without a server in the environment they write into the folder of the run.
+"""Loggers besides the JSON lines: TensorBoard, Weights & Biases, MLflow, SwanLab; all but TensorBoard also show tables
+of stored rollouts with pictures. Unless environment variables name a server, they write to the folder of the run.
 
     write, close, show = tensorboard(folder, first_step=None)
     write({"reward/mean": 0.5}, 1)
@@ -16,7 +16,7 @@ from saccade.run.folder import TRAJECTORIES, RunFolder
 from saccade.run.loggers import Logger, Row
 
 PROJECT = "saccade"
-COLUMNS = ("step", "id", "prompt", "response", "gold", "extracted", "reward", "status")  # of a table, before pictures
+COLUMNS = ("step", "id", "prompt", "response", "gold", "extracted", "reward", "status")  # pictures follow them
 
 
 def _numbers(row: Row) -> dict[str, float]:
@@ -28,7 +28,7 @@ def _name(folder: RunFolder, first_step: int | None) -> str:
 
 
 def _generations(folder: RunFolder, kind: str, step: int, picture: Callable[[str], Any]) -> dict[str, list[Any]]:
-    """The columns of a table, from what the run has stored; `picture` makes a file what a logger shows."""
+    """Stored rollouts of a step as columns of a table; `picture` converts an image file to the logger's type."""
     table: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for number, record in enumerate(read_trajectories(folder.path, kind, step)):
         segments = record["segments"]
@@ -44,7 +44,7 @@ def _generations(folder: RunFolder, kind: str, step: int, picture: Callable[[str
 
 
 def tensorboard(folder: RunFolder, first_step: int | None) -> Logger:
-    """Records of a step at once, in this thread: what goes wrong is heard here."""
+    """Writes each step at once and in this thread, so that errors are raised here."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -59,7 +59,7 @@ def tensorboard(folder: RunFolder, first_step: int | None) -> Logger:
 
     add(file_version="brain.Event:2")
     if first_step is not None:
-        # Tells TensorBoard to drop what an earlier process wrote from this step on.
+        # Makes TensorBoard drop what an earlier process wrote from this step on.
         add(step=first_step, session_log=SessionLog(status=SessionLog.START))
 
     def write(row: Row, step: int) -> None:
@@ -81,7 +81,7 @@ def wandb(folder: RunFolder, first_step: int | None) -> Logger:
         columns = _generations(folder, kind, step, library.Image)
         text = {name: [*map(str, column)] if name in COLUMNS else column for name, column in columns.items()}
         rows = [[*row] for row in zip(*text.values(), strict=True)]
-        run.log({f"generations/{kind}": library.Table([*text], rows)})  # with no step: an earlier one would be refused
+        run.log({f"generations/{kind}": library.Table([*text], rows)})  # no step=: W&B refuses one before the latest
 
     return Logger(lambda row, step: run.log(_numbers(row), step=step), run.finish, show)
 
@@ -100,7 +100,7 @@ def mlflow(folder: RunFolder, first_step: int | None) -> Logger:
 
     def write(row: Row, step: int) -> None:
         now = int(time.time() * 1000)
-        named = {name.replace("@", "_at_"): value for name, value in _numbers(row).items()}  # it allows no @
+        named = {name.replace("@", "_at_"): value for name, value in _numbers(row).items()}  # MLflow allows no @
         client.log_batch(run, metrics=[Metric(name, value, now, step) for name, value in named.items()])
 
     def show(kind: str, step: int) -> None:
@@ -119,7 +119,7 @@ def swanlab(folder: RunFolder, first_step: int | None) -> Logger:
     on_interrupt = signal.getsignal(signal.SIGINT)
     run = library.init(project=PROJECT, name=_name(folder, first_step), log_dir=str(place), mode=mode)
     if signal.getsignal(signal.SIGINT) is not on_interrupt:
-        signal.signal(signal.SIGINT, on_interrupt)  # theirs would close their run before ours has written a checkpoint
+        signal.signal(signal.SIGINT, on_interrupt)  # SwanLab's handler would end its run before the checkpoint is saved
 
     def show(kind: str, step: int) -> None:
         table = _generations(folder, kind, step, str)

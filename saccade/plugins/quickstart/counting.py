@@ -1,8 +1,7 @@
-"""A counting task drawn in place: coloured shapes on a plain background, "how many objects?".
+"""A counting task with generated images: coloured shapes on a plain background, "how many objects?".
 
-Needs no download, knows nothing of models. A split depends on its arguments alone: row i is the
-same image however many rows are asked for. Answers are uniform, so guessing scores 1 / number
-of counts.
+Needs no download and no model. A split depends on its arguments alone: row i is the same image
+for every number of rows. Answers are uniform, so guessing scores 1 / number of counts.
 
     >>> rows = counting_split(6, seed=0, colours=TEACHING_COLOURS)
     >>> sorted(row.answer for row in rows)
@@ -43,7 +42,7 @@ UNSEEN_COLOURS = ("orange", "pink", "white", "black")
 MID_GREY = (128, 128, 128)
 KINDS = ("circle", "square", "diamond")
 QUESTION = "how many objects?"
-TRIES = 400  # places tried for one scene before the shapes are taken not to fit
+TRIES = 400  # layouts tried for one scene before it is an error
 
 
 class Drawn(NamedTuple):
@@ -120,8 +119,8 @@ def demonstrated(sample: Sample) -> Sample:
 
 
 def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train", budgets: bool = False) -> Path:
-    """The rows as NAME.jsonl, images in images/. A row that ends in an assistant's turn becomes a
-    conversation to learn from, any other a question. `budgets`: rows name the pixels of images.
+    """Write the rows to NAME.jsonl, images to images/. A row that ends in an assistant's turn becomes
+    a conversation for SFT, any other a question. `budgets`: also write min_pixels and max_pixels.
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
@@ -146,9 +145,9 @@ def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train",
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """An RGB image as PNG; flat colours need no filter and little compression."""
+    """Encode an RGB image as PNG; flat colours need no filter and little compression."""
     height, width, _ = image.shape
-    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # a row begins with its filter: 0 is none
+    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # a row begins with its filter type; 0: none
     rows[:, 1:] = image.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
@@ -159,7 +158,7 @@ def encode_png(image: np.ndarray) -> bytes:
 
 @cache
 def _stencil(kind: str, radius: int) -> np.ndarray:
-    """Which pixels of the square around a shape belong to it."""
+    """Boolean mask of a shape in its bounding square [2 · radius + 1, 2 · radius + 1]."""
     y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
     if kind == "circle":
         return x**2 + y**2 <= radius**2

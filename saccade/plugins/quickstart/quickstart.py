@@ -1,10 +1,8 @@
-"""A tiny vision-language model learns to count, offline, on a laptop's CPU: every part of saccade
-once.
+"""Trains a tiny vision-language model to count, offline, on a laptop's CPU, with every part of saccade.
 
-Few demonstrations give a weak policy; reinforcement learning gets past them with nothing but the
-right counts as reward. Beside it the same demonstrations go on being imitated for the same time.
-The configs that it runs are written next to the results, so each stage can be run again and
-changed.
+SFT on few demonstrations gives a weak policy; RL improves on it with only correct counts as reward.
+The control continues SFT on the same demonstrations for the same time. The configs are written
+next to the results, so that each stage can be changed and run again.
 
     saccade quickstart --out runs/first
 """
@@ -40,7 +38,7 @@ WORDS = (
     *counting.COLOURS,
     *(str(n) for n in range(1, 10)),
 )
-SIZES = {  # rows of demonstrations, of prompts, of each evaluation set, SFT steps, RL steps
+SIZES = {  # numbers of demonstrations, prompts and rows of each evaluation set; SFT and RL steps
     "full": {"demonstrations": 400, "prompts": 6000, "evaluation": 600, "sft": 100, "rl": 160},
     "quick": {"demonstrations": 32, "prompts": 64, "evaluation": 16, "sft": 3, "rl": 2},
 }
@@ -50,7 +48,7 @@ STAGES = {"sft": "after SFT", "rl": "after GRPO", "sft_only": "SFT continued"}
 
 
 def run(out: Path, seed: int = 0, quick: bool = False, kind: str = "qwen2_5_vl") -> dict[str, Any]:
-    """Data, model, SFT, GRPO, the control, evaluation, export, report. Returns the summary."""
+    """Run data, model, SFT, GRPO, the control, evaluation, export, report. Returns the summary."""
     began = time.monotonic()
     model_setup.quiet_libraries()
     out, size = Path(out).resolve(), SIZES["quick" if quick else "full"]
@@ -88,7 +86,7 @@ def run(out: Path, seed: int = 0, quick: bool = False, kind: str = "qwen2_5_vl")
 
 
 def draw_data(folder: Path, size: Size, seed: int) -> dict[str, str]:
-    """Demonstrations, prompts and two evaluation sets as files; no image is in two of them. The last has
+    """Write demonstrations, prompts and two evaluation sets; no image is in two of them. The last set, "ood", has
     colours that no other set has, and up to eight objects instead of six.
     """
     base, draw = 1000 * seed, counting.counting_split
@@ -129,7 +127,7 @@ def sft_config(out: Path, data: Mapping[str, str], model: str, size: Size, seed:
 def control_config(
     out: Path, data: Mapping[str, str], start: str, size: Size, seed: int, seconds: float
 ) -> dict[str, Any]:
-    """The cold start goes on, its learning rate falling as in RL, for about as long as RL took."""
+    """SFT continued from the cold start for about as long as RL took; the learning rate falls linearly as in RL."""
     config = sft_config(out, data, start, size, seed + 1)
     times = [row["time/step"] for row in read_metrics(out / "sft") if row.get("time/step")]
     steps = max(2, round(seconds / float(np.median(times))))
@@ -157,7 +155,7 @@ BETTER = (
 )
 REWARD = {
     "terms": [{"verifier": "count"}, {"verifier": "format:think_answer", "name": "format", "weight": 0.2}],
-    "combine": "gate(format)",  # a right number in the wrong shape earns nothing
+    "combine": "gate(format)",  # a correct number in the wrong format earns nothing
 }
 
 
@@ -165,9 +163,9 @@ REWARD = {
 
 
 def _evaluate(out: Path, name: str, data: Mapping[str, str], seed: int) -> dict[str, np.ndarray]:
-    """Greedy accuracy of a stage on both sets, item by item."""
+    """Greedy accuracy of a stage on both sets, one score per item."""
     config = _common(out, name, str(checkpoint_of(out / name)), seed)
-    del config["save"], config["track"]  # of no use here
+    del config["save"], config["track"]  # an evaluation does not use them
     config["data"] = {"val": [data["val"], data["ood"]]}
     config["rollout"] = {"max_tokens": 16}  # up to eight objects are listed
     config["reward"] = REWARD
@@ -199,7 +197,7 @@ def _report(out: Path, summary: Mapping[str, Any], scores: Scores, seconds: floa
 
 
 def _notes(scores: Scores, size: Size) -> list[str]:
-    """Claims no more than the numbers of this run do."""
+    """Notes of the report; they claim only what the numbers of this run support."""
     if size != SIZES["full"]:
         return ["A quick run shows that every part works; it is too short to learn anything."]
     gain = paired_difference(scores["sft_only"]["val"], scores["rl"]["val"])
@@ -246,7 +244,7 @@ def _conclude(out: Path, summary: Mapping[str, Any], scores: Scores) -> None:
 
 
 def _make_room(out: Path) -> None:
-    """An earlier quickstart is moved aside, never overwritten."""
+    """Move an earlier quickstart aside instead of overwriting it."""
     if out.exists() and any(out.iterdir()):
         number = next(n for n in range(1, 10_000) if not out.with_name(f"{out.name}.{n}").exists())
         aside = out.with_name(f"{out.name}.{number}")

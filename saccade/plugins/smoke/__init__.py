@@ -1,1 +1,1 @@
-"""A run in small: `--smoke`."""
+"""`--smoke`: a short run with a tiny model."""

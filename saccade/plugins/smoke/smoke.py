@@ -1,8 +1,8 @@
-"""A config cut down to two steps of a tiny model: does every part of this run fit together?
+"""Shrinks a config to two steps of a tiny model, to test that all parts of the run fit together.
 
-The tiny model is of the kind of the config's model. Algorithm, rewards, prompts and data stay what
-they are; sizes shrink. Where data are not on this disk, example rows that lie beside the config
-stand in. Works on options only: loads no model and reads no data.
+The tiny model has the family of the config's model. Algorithm, rewards, prompts and data stay the
+same; sizes shrink. Data that are not on this disk are replaced by example rows next to the config.
+Works on options only: loads no model and reads no data.
 
     >>> smoke(load({"model.path": "some/folder", "model.family": "qwen2_vl"}), "rl").model.path
     'tiny:qwen2_vl'
@@ -24,7 +24,7 @@ from saccade.plugins.families import tiny_kinds
 from saccade.plugins.suites.suites import problems
 
 DEFAULT_FAMILY = "qwen2_5_vl"
-BY_HAND = {  # what a path tells, the first that fits
+BY_HAND = {  # pattern of a model's path → tiny model; the first match counts
     "internvl": "internvl",
     r"llava-(1\.5|interleave)": "llava",
     r"llava-(v1\.6|next)": "llava_next",
@@ -50,12 +50,12 @@ BY_HAND = {  # what a path tells, the first that fits
     "qwen3-omni": "qwen3_omni_moe_thinker",
     r"minicpm-v-4[._]6": "minicpmv4_6",
 }
-WRITTEN = {  # types as they are, with marks between letters and digits: Llama-4, Kimi-K2.5
+WRITTEN = {  # model types as paths spell them, with marks between letters and digits: Llama-4, Kimi-K2.5
     r"\b" + re.sub(r"_|(?<=[a-z])(?=\d)|(?<=\d)(?=\w)", r"[-_.]?", kind) + r"(?!\d)" * kind[-1].isdigit(): kind
     for kind in tiny_kinds.KINDS
     if kind not in BY_HAND.values()
 }
-NAMES = {  # the first that fits, else the default
+NAMES = {  # the first match counts, else DEFAULT_FAMILY
     **BY_HAND,
     **WRITTEN,
     "vl|vision": DEFAULT_FAMILY,
@@ -73,7 +73,7 @@ IMAGE_PIXELS = 112 * 112
 FRAMES = 4
 ROWS = 8
 TINY_HIDDEN = 64
-# Folder beside a config: rows in the layout that it describes, public/ for suites.
+# Folder next to a config with example rows in the config's data format; public/ inside it is for suites.
 EXAMPLES = "rows"
 DROPPED = {  # options of other engines, and of several GPUs
     "rollout": ("tensor_parallel", "memory_share", "engine_args", "parity_max"),
@@ -83,7 +83,7 @@ DROPPED = {  # options of other engines, and of several GPUs
 
 
 def shrunk(config: Config, command: str, files: Sequence[str], given: Sequence[str]) -> Config:
-    """The config for `--smoke`; prints what stands in for what."""
+    """Returns the config for `--smoke`; prints what is replaced by what."""
     for file in files:
         config, replaced = with_examples(config, Path(file), given)
         for line in replaced:
@@ -102,7 +102,7 @@ def smoke(config: Config, command: str) -> Config:
     """The same config at the smallest size that still does everything once."""
     data, train = config.data, config.train
     changes: dict[str, Any] = {
-        # Apart from all runs: nothing there is worth keeping, and the next one takes its place.
+        # Separate from real runs; the next smoke run overwrites it.
         "run.out": str(Path(config.run.out) / "smoke" / command),
         "run.device": "auto",
         "run.resume": "none",
@@ -125,7 +125,7 @@ def smoke(config: Config, command: str) -> Config:
         "train.prompts_per_step": min(train.prompts_per_step, 2),
         "train.samples_per_prompt": min(train.samples_per_prompt, 2),
         "train.warmup": 0,
-        "algorithm.filter.dynamic": False,  # a random model is never right: round after round, and no update
+        "algorithm.filter.dynamic": False,  # a random model is never right: it would sample without end
         "val.every": min(config.val.every, 1),
         "val.n": min(config.val.n, 2),
         "val.max_tokens": TOKENS,
@@ -141,7 +141,7 @@ def smoke(config: Config, command: str) -> Config:
         changes["sft.teacher"] = changes["model.path"]
     if command == "reward-model" and config.reward_model.kind == "scalar":
         own = config.reward_model
-        changes["reward_model.probe_layer"] = max(-2, min(own.probe_layer, 1))  # of two blocks
+        changes["reward_model.probe_layer"] = max(-2, min(own.probe_layer, 1))  # tiny models have two blocks
         if own.pooling == "attention":
             changes["reward_model.pooling_heads"] = gcd(own.pooling_heads, TINY_HIDDEN)
     if "updates_per_step" in train.model_fields_set:
@@ -160,8 +160,8 @@ def smoke(config: Config, command: str) -> Config:
 
 
 def with_examples(config: Config, file: Path, given: Collection[str] = ()) -> tuple[Config, list[str]]:
-    """Example rows instead of data that are not on this disk, and what they stand in for. `given`
-    options were named beside the config's file: those stay.
+    """Replace data that are not on this disk by example rows; returns the config and a line for each
+    replacement. `given` options were set on the command line and stay.
     """
     rows, public = _rows(file, config), file.parent / EXAMPLES / "public"
     changes, replaced = dict[str, Any](), list[str]()
@@ -183,7 +183,7 @@ def with_examples(config: Config, file: Path, given: Collection[str] = ()) -> tu
 
 
 def _rows(file: Path, config: Config) -> Path:
-    """NAME.jsonl or, where recipes share rows, A_B.jsonl or A.jsonl for the name A_B_C, or FOLDER.jsonl of the data."""
+    """Example rows of config A_B_C: A_B_C.jsonl, A_B.jsonl, A.jsonl or FOLDER.jsonl of its data; `file` if none."""
     parts = file.stem.split("_")
     names = ["_".join(parts[:n]) for n in range(len(parts), 0, -1)]
     names += [Path(parse_address(source.path).path).parent.name for source in config.data.train]
@@ -196,7 +196,7 @@ def _options(changes: Mapping[str, Any]) -> list[str]:
 
 
 def _with_tiny_models(value: Any, path: str) -> Any:
-    """The same terms, those of reward models with an untrained one."""
+    """The same reward terms, with reward models replaced by an untrained tiny one."""
     if isinstance(value, list | tuple):
         return [_with_tiny_models(item, path) for item in value]
     if not isinstance(value, dict):
@@ -207,7 +207,7 @@ def _with_tiny_models(value: Any, path: str) -> Any:
 
 
 def model_type(config: Config) -> str:
-    """Family of the config's model; that of one that is not on this disk is guessed by name."""
+    """Family of the config's model; guessed from its path if the model is not on this disk."""
     path = config.model.path
     if path.startswith("tiny:"):
         return path.removeprefix("tiny:")
@@ -223,7 +223,7 @@ def model_type(config: Config) -> str:
         if tiny in tiny_kinds.ALL:
             return tiny
     if config.model.family is None and kind not in FAMILIES:
-        generic_spec(kind, found, path)  # refuses what the run refuses
+        generic_spec(kind, found, path)  # raises if the run would refuse the model
     if any(name.startswith(("vision", "audio", "vq", "thinker")) for name in found):
         return DEFAULT_FAMILY
-    return "qwen3_moe" if names_experts(found) else "llama"  # of the generic text family
+    return "qwen3_moe" if names_experts(found) else "llama"  # text models of the generic family

@@ -2,7 +2,7 @@
 
 Level text: `#` wall, blank floor, `.` goal, `$` box, `*` box on goal, `@` player, `+` player on
 goal; or a grid of integers (0 wall, 1 floor, 2 goal, 3 box on goal, 4 box, 5 player, 6 player on
-goal). What lies under a box or the player is remembered.
+goal). Goals stay under boxes and the player.
 
     >>> moved, reward = move(start("#####\\n#@$.#\\n#####"), "right")
     >>> moved.solved, round(reward, 1)
@@ -53,8 +53,8 @@ class State:
 
 
 def parse(level: str | Sequence[Any]) -> State:
-    """A level as text, rows of text, rows of integers, or a `.npy` file of these. Raises ValueError
-    when it is none.
+    """Parse a level: text, rows of text, rows of integers, or a `.npy` file of these. Raises ValueError
+    if it is invalid.
     """
     if isinstance(level, str) and level.endswith(".npy"):
         level = np.load(level, allow_pickle=False)
@@ -79,7 +79,7 @@ def parse(level: str | Sequence[Any]) -> State:
 
 
 def start(level: str | Sequence[Any]) -> State:
-    """A level to play. Raises ValueError also where nothing is left to do: any move would pay."""
+    """Parse a level to play. Raises ValueError also if it is already solved: any move would count as success."""
     state = parse(level)
     if state.solved:
         raise ValueError("a level is solved at its start: every box stands on a goal")
@@ -87,7 +87,7 @@ def start(level: str | Sequence[Any]) -> State:
 
 
 def require_level(sample: Sample) -> None:
-    """A level that nobody can play, or that is solved already, teaches nothing."""
+    """Raise ValueError for a row whose level is missing, invalid or already solved: it teaches nothing."""
     level = sample.extra.get("level")
     if level is None:
         raise ValueError("level: the row has no such column, so there is nothing to play")
@@ -104,14 +104,14 @@ def _mark(number: Any) -> str:
 
 
 def read_moves(text: str) -> tuple[list[str], str]:
-    """Moves, separated by commas or blanks, and the first word that is none (else empty)."""
+    """Returns the moves, separated by commas or blanks, and the first word that is no move (else empty)."""
     words = [word for word in re.split(r"[,\s]+", text.strip().lower()) if word]
     moves = [LETTERS.get(word, word) for word in words]
     return moves, next((word for word in moves if word not in MOVES), "")
 
 
 def move(state: State, name: str) -> tuple[State, float]:
-    """One move and its reward. One that is blocked only costs."""
+    """Returns the state after a move and the reward. A blocked move changes nothing and costs a step."""
     rows, columns = MOVES[name]
     to = (state.player[0] + rows, state.player[1] + columns)
     behind = (to[0] + rows, to[1] + columns)
@@ -130,7 +130,7 @@ def _free(cell: Cell, state: State) -> bool:
 
 
 def draw(state: State, cell: int = 28) -> np.ndarray:
-    """[rows · cell, columns · cell, 3] uint8."""
+    """Draw the state: [rows · cell, columns · cell, 3] uint8; `cell` in pixels."""
     picture = np.empty((state.size[0] * cell, state.size[1] * cell, 3), np.uint8)
     picture[:] = COLOURS["floor"]
     ring = _disc(cell, 0.22)

@@ -1,7 +1,7 @@
-"""Sokoban turn by turn: moves in the answer tag, a new image after each turn, a reward for each.
+"""Sokoban in turns: the policy writes moves in the answer tag, and gets a new image and a reward.
 
-A row carries its level under `level` (see sokoban.py). The policy sees the image of the start
-behind its question, unless the row has an image of its own.
+The column `level` of a row has its level (see sokoban.py). An image of the initial state is appended
+to the question, unless the row has an image.
 
     saccade rl run.yaml env.name=sokoban_step data.train=levels.jsonl
 """
@@ -16,9 +16,9 @@ from saccade.media.images import open_media
 from saccade.plugins.sokoban import sokoban
 from saccade.types import Media, Message, Sample, replace
 
-MOST_MOVES = 50  # of one turn
-MOST_STEPS = 120  # of an episode
-LONGEST_WORD = 40  # that is repeated of what is no move
+MOST_MOVES = 50  # per turn
+MOST_STEPS = 120  # moves per episode
+LONGEST_WORD = 40  # characters of an invalid move that are quoted
 
 
 class SokobanStep:

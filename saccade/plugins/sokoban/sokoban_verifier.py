@@ -20,12 +20,12 @@ from saccade.types import Score
 
 MODES = ("solved", "progress", "return", "lmmr1")
 MOST_STEPS = 120
-LONGEST = 2000  # characters of an answer that hold moves
+LONGEST = 2000  # characters of an answer that are read
 
 
 def sokoban(sample: RewardSample, mode: str = "solved", max_actions: int = 50, scope: Scope = "after_think") -> Score:
-    """`solved` 0 or 1, `progress` the share of boxes on goals, `return` the best sum of step
-    rewards, `lmmr1` that with bonuses for shape, moves and thought. `accuracy` is `solved`.
+    """Modes: `solved` 0 or 1; `progress` the share of boxes on goals; `return` the highest running sum of
+    move rewards; `lmmr1` that plus bonuses for format, moves and thought. The part `accuracy` is `solved`.
     """
     if mode not in MODES:
         raise ValueError(f"mode is {', '.join(MODES)}, not {mode!r}")
@@ -61,7 +61,7 @@ def sokoban(sample: RewardSample, mode: str = "solved", max_actions: int = 50, s
 
 
 def _action_bonus(moves: Sequence[str]) -> float:
-    """More moves earn more up to twenty; running in circles earns nothing."""
+    """Grows to 1 at twenty moves, then falls slowly; a pattern of 1 to 5 moves repeated 8 times earns at most 0."""
     count = len(moves)
     bonus = 0.05 * count if count < 20 else 1 - 0.2 * ((count - 20) / 30) ** 2
     letters = "".join(move[0] for move in moves)

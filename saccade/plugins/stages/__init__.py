@@ -1,1 +1,1 @@
-"""Several trainings as one file, each from the checkpoint of the one before."""
+"""Several trainings in one file, each from the checkpoint of the one before."""

@@ -1,8 +1,8 @@
 """Trainings one after another, each from the last or best checkpoint of the one before: SFT, RL on text, RL on images.
 
-A file has the options that all stages share, and `stages`: of each its command, its name and what differs. The folder
-OUT/NAME holds a config and a run folder for each, and stages.json, which lists those that are over. A stage is the
-command that a user would give, in a process of its own, so nothing of it stays in memory.
+A file has the options that all stages share, and the list `stages`: command, name and own options of each. The folder
+OUT/NAME holds a config and a run folder per stage, and stages.json, which lists finished stages. Each stage runs as the
+command that a user would give, in its own process, which frees its memory.
 
     saccade stages configs/stages_text_then_images.yaml text.train.lr=1e-6 run.resume=auto
 """
@@ -32,10 +32,10 @@ from saccade.run.folder import REFUSALS, write_whole
 
 log = logging.getLogger(__name__)
 
-OVER = "stages.json"  # name and last checkpoint of each stage that is over
-STARTS = {"last": "auto", "best": "best"}  # as run.resume calls them
-KEYS = ("command", "name", "from")  # of a stage, beside sections
-SHARED = ("run.name", "run.out", "run.resume")  # what a stage cannot have for itself
+OVER = "stages.json"  # name and last checkpoint of each finished stage
+STARTS = {"last": "auto", "best": "best"}  # `from` of a stage → which checkpoint, as in run.resume
+KEYS = ("command", "name", "from")  # keys of a stage that are not config sections
+SHARED = ("run.name", "run.out", "run.resume")  # options that a stage cannot set
 RUN = "from saccade.system.process import end_with_parent; end_with_parent(); from saccade.cli import main; main()"
 EXAMPLE = "stages:\n- {command: sft, name: cold, data: {train: shown.jsonl}}\n- {command: rl, name: text}"
 
@@ -43,12 +43,12 @@ EXAMPLE = "stages:\n- {command: sft, name: cold, data: {train: shown.jsonl}}\n- 
 class Stage(NamedTuple):
     name: str
     command: str
-    start: str  # of STARTS; empty: with the model of its config
+    start: str  # a key of STARTS; empty: start from the model of its config
     config: Config
 
 
 def run(file: Path, overrides: Sequence[str], *, dry_run: bool, smoke: bool) -> None:
-    """Runs the stages that are not over yet."""
+    """Run the stages that are not finished; with `dry_run`, print their plans instead."""
     shared, stages = read(file, overrides, smoke=smoke)
     if dry_run:
         for stage in stages:
@@ -58,7 +58,7 @@ def run(file: Path, overrides: Sequence[str], *, dry_run: bool, smoke: bool) -> 
             import_module("saccade.plugins.dry_run.plan").print_plan(stage.config, stage.command, full=False)
         return
     folder = Path(shared.run.out, "smoke/stages" if smoke else "", shared.run.name)
-    if smoke:  # of an earlier one, so that it can be repeated
+    if smoke:  # remove an earlier smoke run, so that it can be repeated
         shutil.rmtree(folder, ignore_errors=True)
     elif folder.exists() and shared.run.resume != "auto":
         raise ConfigError(f"{folder} exists; continue with run.resume=auto, or choose another run.name=…")
@@ -77,8 +77,8 @@ def run(file: Path, overrides: Sequence[str], *, dry_run: bool, smoke: bool) -> 
 
 
 def read(file: Path, overrides: Sequence[str], *, smoke: bool = False) -> tuple[Config, list[Stage]]:
-    """The options that all share, and the stages, each checked as its command would. An override that begins with a
-    stage's name is for that one.
+    """Returns the shared options and the stages, each checked as its command would check it. An override that begins
+    with a stage's name is for that stage only.
     """
     try:
         tree = parse(file.read_text(encoding="utf-8"))
@@ -116,7 +116,7 @@ def read(file: Path, overrides: Sequence[str], *, smoke: bool = False) -> tuple[
 
 
 def _options_of(row: Mapping[str, Any]) -> Iterator[str]:
-    """What differs in a stage, as overrides."""
+    """A stage's own options, as overrides."""
     for section, options in row.items():
         if section in KEYS:
             continue

@@ -1,6 +1,6 @@
-"""Circular evaluation: each question with options is asked once for each of them, the options turned by one every time.
+"""Circular evaluation: asks each multiple-choice question once per option, rotating the options by one each time.
 
-A model that prefers a letter gains nothing so: `all_rotations` is the share of questions that were right every time.
+A preference for a letter gains nothing: `all_rotations` is the share of questions that were right every time.
 
     rotated(dataset).samples
 """
@@ -17,7 +17,7 @@ from saccade.types import Message, Sample
 
 
 def rotated(dataset: Dataset) -> Dataset:
-    """Behind each other, the rows of a question; one without options is asked once."""
+    """The data set with all rotations; those of a question are adjacent. A question without options is asked once."""
     turned = [rotations(sample) for sample in dataset.samples]
     ends = [0, *accumulate(map(len, turned))]
     again: dict[str, Any] = {
@@ -30,7 +30,7 @@ def rotated(dataset: Dataset) -> Dataset:
 
 
 def rotations(sample: Sample) -> list[Sample]:
-    """The question as it is, then with its options turned, which stand in its text as the prompt lists them."""
+    """The sample, then its rotations; options are also rotated in the text, where the prompt lists them."""
     found, places = [], range(len(sample.choices))
     for turn in range(max(1, len(places))):
         row = reordered(sample, [*places[turn:], *places[:turn]])

@@ -1,4 +1,4 @@
-"""What a set reports besides accuracy.
+"""Metrics that test sets report besides accuracy.
 
 >>> suite_metrics(SUITES["wemath"], groups, {})
 {'strict': 0.31, 'loose': 0.47}
@@ -16,16 +16,16 @@ from saccade.types import Group
 
 
 def suite_metrics(suite: Suite, groups: Sequence[Group], tables: Mapping[str, Table]) -> dict[str, float]:
-    """The mean over sections where the table lists them; We-Math's scores."""
+    """The mean accuracy over categories, if the suite lists them, and We-Math's scores, if it is We-Math."""
     sections = [row["accuracy"] for row in tables.get("by_category", {}).values() if "accuracy" in row]
     found = {"section_mean": float(np.mean(sections))} if suite.categories and sections else {}
     return found | (four_dimensional(groups) if suite.metric.startswith("strict") else {})
 
 
 def four_dimensional(groups: Sequence[Group]) -> dict[str, float]:
-    """We-Math's scores. Of each problem of several steps: 1 where it is right, but for those right by rote (with a step
-    wrong; loosely: with all wrong), half where all steps are right and it is wrong, else 0. Problems that lack a step
-    do not count.
+    """We-Math's scores. A problem of several steps scores 1 if it is right, except by rote (strict: any step is wrong;
+    loose: all steps are wrong); 0.5 if all its steps are right and it is wrong; else 0. Problems that lack a step do
+    not count.
     """
     problems: dict[Any, dict[str, bool]] = {}
     for group, (_, values) in zip(groups, items_of(groups), strict=True):

@@ -1,7 +1,7 @@
-"""Rows of public test sets as rows of ours, by what the table says of their columns.
+"""Converts rows of public test sets to canonical rows, by the columns that suites.yaml lists.
 
-Options come as a list, as the text of one, or with their letters inside a text; letters are taken off, as the prompt
-writes its own. Pictures are placed where the question first mentions them.
+Options may be a list, the text of a list, or lettered inside a text; letters are removed, as the prompt adds its own.
+Pictures are placed where the question first mentions them.
 
     >>> lettered("Which?\\n(A) one\\n(B) two")
     ('Which?', ['one', 'two'])
@@ -25,7 +25,7 @@ MARKED = re.compile(r"(?:^|\n|;\s*)[ \t]*\(?([A-Z])[).:\uff1a][ \t]*")
 HEADING = re.compile(r"\s*(?:choices|options)\s*:?\s*\Z", re.IGNORECASE)
 IN_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 IN_PICTURE = "Answer the question that the picture shows."
-# What a number should look like, by the type of the answer and its decimals.
+# Hints about the answer's format, by its type and number of decimals.
 TYPES = {
     ("integer", 0): "The answer is a whole number.",
     ("float", 1): "The answer is a number with one decimal.",
@@ -37,8 +37,8 @@ TYPES = {
 def read_suite_row(
     row: Row, columns: Mapping[str, Any], *, folder: str, needs_options: bool, rotated: bool, shuffled: bool
 ) -> Row:
-    """`folder` may begin the paths of a row. With `needs_options` a row without options is refused; of `shuffled`
-    options the first is the right one; `rotated` rows ask the same question in several orders.
+    """`folder`: prefix to remove from paths; `needs_options`: refuse a row without options; `shuffled`: the first
+    option is correct and is moved; `rotated`: rows repeat a question with its options in several orders.
     """
     found = {part: _value(row, where) for part, where in columns.items()}
     if isinstance(found.get("category"), list):
@@ -53,7 +53,7 @@ def read_suite_row(
         raise RowError("its text lists no options (A), (B) …")
     if shuffled:
         choices, found["answer"] = _shuffled(choices, problem)
-    if [*LETTERS[: len(choices)]] == [choice.strip() for choice in choices]:  # they name parts of the picture
+    if [*LETTERS[: len(choices)]] == [choice.strip() for choice in choices]:  # letters of options in the picture
         choices = []
     if any(MENTION.search(choice) for choice in choices):
         problem = "\n".join([problem, *(f"({letter}) {text}" for letter, text in zip(LETTERS, choices, strict=False))])
@@ -72,7 +72,7 @@ def read_suite_row(
 
 
 def _value(row: Row, where: Any) -> Any:
-    """What a row holds there: a column, some of them, or a text that names them."""
+    """The value of a column, the list of several columns, or a text with {column} filled in."""
     if isinstance(where, list):
         return [row[name] for name in where if row.get(name) is not None]
     if "{" in where:
@@ -100,7 +100,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def lettered(text: str) -> tuple[str, list[str]]:
-    """A text, and the options (A), B. or C: at its end."""
+    """Split a text into the question and the options (A), B. or C: at its end."""
     marks: list[re.Match[str]] = []
     for mark in MARKED.finditer(text):
         if mark[1] == LETTERS[len(marks)]:
@@ -110,13 +110,13 @@ def lettered(text: str) -> tuple[str, list[str]]:
     if len(marks) < 2:
         return text, []
     ends = [mark.start() for mark in marks[1:]] + [len(text)]
-    # What follows the last option, such as how to answer, is no part of it.
+    # Text after the last option, such as how to answer, is not part of it.
     options = [text[mark.end() : end].strip().split("\n")[0].strip(" ;") for mark, end in zip(marks, ends, strict=True)]
     return HEADING.sub("", text[: marks[0].start()]).strip(), options
 
 
 def options_of(value: Any) -> list[str]:
-    """A list, the text of a list, or options with their letters in one text."""
+    """Options without letters, from a list, the text of a list, or lettered options in one text."""
     if isinstance(value, str):
         if not value.lstrip().startswith("["):
             return lettered(value)[1]
@@ -152,7 +152,7 @@ def _picture(value: Any, folder: str) -> Any:
 
 
 def _placed(problem: str, pictures: list[Any]) -> tuple[str, list[Any]]:
-    """Each picture where it is mentioned first; those that are never mentioned are not shown."""
+    """Place each picture at its first mention. Unmentioned ones are dropped, unless no picture is mentioned."""
     shown: list[int] = []
 
     def place(mention: re.Match[str]) -> str:
@@ -167,7 +167,7 @@ def _placed(problem: str, pictures: list[Any]) -> tuple[str, list[Any]]:
 
 
 def _gold(value: Any) -> Any:
-    """Without the solution before ####, or the tag around it; several texts are alternatives."""
+    """The answer without the solution before #### or the tag around it; a list of texts means alternatives."""
     if not isinstance(value, str):
         return value
     if tagged := IN_TAG.findall(value):

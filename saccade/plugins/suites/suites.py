@@ -1,8 +1,8 @@
-"""Test sets by name: the table `suites.yaml` says which file of which public set each reads, what its columns hold, and
-which verifier scores it. Downloads nothing.
+"""Test sets by name: the table `suites.yaml` lists the public set, its file, its columns and the verifier of each.
+Downloads nothing.
 
-Letters and options become `choices`, so the prompt lists them and says how to answer as it does for any other row; what
-a set itself says about that is left out (`suite_rows.py`).
+Lettered options become `choices`, so the prompt lists them and says how to answer as for any other row; the set's own
+instructions about that are dropped (`suite_rows.py`).
 
     >>> suite_sources("vstar", EvalConfig(folder="data"))[0].path
     'data/vstar_bench/test_questions.jsonl'
@@ -40,13 +40,13 @@ class Suite:
     fetch: str = "hf download {hub} --repo-type dataset --local-dir {folder}"
     unpack: str = ""
     rows: int | None = None
-    mapping: str = "none"  # of pairs
+    mapping: str = "none"  # reader of pairs, as in data.mapping; none: the set has no pairs
     media: str = ""
     categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     judged: bool = False
-    circular: bool = False  # each question is asked once for each of its options
-    rotated: bool = False  # rows ask the same with their options in another order
-    shuffled: bool = False  # the first option is the right one, and is moved
+    circular: bool = False  # ask each question once per option, with the options rotated
+    rotated: bool = False  # the file itself has rows that repeat a question with its options in another order
+    shuffled: bool = False  # the first option of a row is correct, and is moved
     protocol: str = "greedy"
     metric: str = "accuracy"
     unsure: str = ""
@@ -55,8 +55,8 @@ class Suite:
         return Path(folder, self.hub.rpartition("/")[2])
 
     def row(self, row: Row) -> Row:
-        """A row of the set as one of ours; raises a RowError where a part is missing."""
-        needs_options = self.verifier == "choice" and "choices" in self.columns  # else its pictures list them
+        """Convert a row of the set to a canonical row; raises RowError if a part is missing."""
+        needs_options = self.verifier == "choice" and "choices" in self.columns  # no column: pictures show the options
         return read_suite_row(
             row,
             self.columns,
@@ -77,23 +77,23 @@ def _table() -> dict[str, Suite]:
 SUITES: Table[Suite] = Table("suites", _table())
 
 
-CIRCULAR = ":circular"  # behind the name of a suite
+CIRCULAR = ":circular"  # suffix of a suite's name
 
 
 def suite_of(name: str) -> Suite:
-    """The row of the table; with NAME:circular its questions are asked with their options in every rotation."""
+    """The suite of that name; NAME:circular asks its questions with every rotation of their options."""
     suite = SUITES[name.removesuffix(CIRCULAR)]
     return replace(suite, circular=True, protocol="circular") if name.endswith(CIRCULAR) else suite
 
 
 def source_of(name: str) -> str | None:
-    """The data_source of the rows of a suite; None where no suite is called so."""
+    """The data_source of the rows of a suite; None if there is no such suite."""
     source = name.removesuffix(CIRCULAR)
     return source if source in SUITES else None
 
 
 def problems(config: EvalConfig) -> Iterator[str]:
-    """Suites that do not exist, and files that are missing, with the line that fetches them."""
+    """Yields errors for unknown suites, and for missing files with the command that fetches them."""
     for name in dict.fromkeys(config.suites):
         if "," in name:
             yield f"eval.suites: several names stand in brackets, eval.suites=[{name}]"
@@ -115,7 +115,7 @@ def suite_files(suite: Suite, folder: str) -> list[Path]:
 
 
 def suite_sources(name: str, config: EvalConfig) -> list[DataSource]:
-    """Where its rows are; they carry its name as their data_source, by which prompts and rewards are chosen."""
+    """The files of a suite as data sources; data_source is its name, by which prompts and rewards are chosen."""
     suite = suite_of(name)
     own: dict[str, Any] = {"name": name, "data_source": name.removesuffix(CIRCULAR), "mapping": suite.mapping}
     own |= {"image_dir": str(suite.home(config.folder) / suite.media)} if suite.media else {}
@@ -123,8 +123,8 @@ def suite_sources(name: str, config: EvalConfig) -> list[DataSource]:
 
 
 def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
-    """Suites are scored as their authors score them, whatever combines the terms of the run, unless reward.by_source
-    names them.
+    """Add the verifiers of suites, which score as their authors do, however the run combines its terms; an entry of the
+    user in reward.by_source takes precedence.
     """
     suites = {name.removesuffix(CIRCULAR): suite_of(name) for name in config.suites}
     own = {
@@ -134,8 +134,8 @@ def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
 
 
 def suite_sets(config: Config, family: Family) -> dict[str, Dataset]:
-    """The sets of `eval.suites`, whatever the config says about columns of the user's rows. A model that writes is
-    asked which of a pair is better.
+    """Load the sets of `eval.suites`; options about the columns of the user's rows do not apply. A pair becomes a
+    question: which of the two is better?
     """
     sets = {}
     for name in config.eval.suites:
@@ -154,7 +154,7 @@ def suite_sets(config: Config, family: Family) -> dict[str, Dataset]:
 
 
 def with_pairs(config: Config) -> Config:
-    """The config for a reward model, which judges pairs: those of suites as further sets of data.val."""
+    """The config for evaluating a reward model: the pairs of suites are added to data.val."""
     for name in config.eval.suites:
         if suite_of(name).mapping == "none":
             pairs = ", ".join(other for other, suite in SUITES.items() if suite.mapping != "none")
@@ -164,20 +164,20 @@ def with_pairs(config: Config) -> Config:
 
 
 def in_category(sample: Sample) -> Sample:
-    """Pairs of a suite are read by their mapping, which leaves the columns of a row as they are."""
+    """Add the category to a pair of a suite, as the mapping of pairs does not; other samples are unchanged."""
     suite = SUITES.get(sample.data_source)
     if suite is None or suite.mapping == "none":
         return sample
-    id = sample.id.removeprefix(f"{sample.data_source}/")  # of a held-out pair
+    id = sample.id.removeprefix(f"{sample.data_source}/")  # a prefix of pairs in data.val
     named = category_of({**sample.extra, "id": id}, suite.columns.get("category", "category~"))
     kinds = {value: kind for kind, values in suite.categories.items() for value in values}
-    # A value may be the beginning of an id, such as that of the set which a pair is from.
+    # The first part of an id may be the value, such as the set that a pair is from.
     known = next((value for value in (named, re.split(r"[-_]", named.lower())[0]) if value in kinds), None)
     return replace(sample, extra={**sample.extra, "category": kinds[known] if known else named})
 
 
 def unusual(name: str, n: int) -> str:
-    """What to say where an evaluation takes another number of answers than the set's authors report."""
+    """A note if an evaluation samples another number of answers than the set's authors report; else empty."""
     usual = suite_of(name).protocol
     wanted = re.fullmatch(r"avg@(\d+)", usual)
     return f"{name}: usually reported as {usual}; this is val.n={n}" if wanted and int(wanted[1]) != n else ""

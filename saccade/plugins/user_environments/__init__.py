@@ -1,1 +1,1 @@
-"""Environments of the user, each episode in a process."""
+"""Runs the user's environments, each episode in its own process."""

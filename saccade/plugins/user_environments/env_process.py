@@ -1,10 +1,9 @@
-"""Environments of the user, in separate processes. This file is both sides of them.
+"""Runs the user's environments in separate processes. This file has both sides of the protocol.
 
-One host process imports the user's file; each episode is a fork of it. So a file is imported once,
-no two episodes share state, and an environment that hangs or crashes takes nothing with it but its
-episode. Nobody waits for a call: the collector asks now and then whether it is done. A call that
-takes too long costs its process. At most `env.processes` episodes live at a time; further ones wait
-for their reset.
+One host process imports the user's file; each episode is a fork of it. So the file is imported once,
+episodes share no state, and an environment that hangs or crashes ends only its own episode.
+Calls do not block: the rollout collector polls them. A call that exceeds its time limit ends its
+process. At most `env.processes` episodes run at a time; further ones wait at their reset.
 
     $ python -m saccade.plugins.user_environments.env_process    # the host, started by `Host`
 """
@@ -53,7 +52,7 @@ def _host(env: str) -> Host:
 
 
 class Host:
-    """The process that has imported the user's file. It stays until this process ends."""
+    """The process that has imported the user's file; it runs until this process ends."""
 
     def __init__(self, env: EnvConfig) -> None:
         self.env = env
@@ -72,7 +71,7 @@ class Host:
         self.child.channel.link.settimeout(START_LIMIT)
 
     def fork(self) -> Channel:
-        """To a new process."""
+        """Fork a process for an episode; returns the channel to it."""
         mine, theirs = socket.socketpair()
         with theirs:
             try:
@@ -83,7 +82,7 @@ class Host:
         return Channel(mine, largest=LARGEST)
 
     def environment(self, setting: Mapping[str, Any]) -> Any:
-        """For one episode."""
+        """The proxy of an environment for one episode."""
         return Hosted(self, setting)
 
     def close(self) -> None:
@@ -94,7 +93,7 @@ class Host:
 
 
 class Hosted:
-    """An environment in another process: its methods return calls that are under way."""
+    """Proxy of an environment in another process; its methods return calls to poll."""
 
     def __init__(self, host: Host, setting: Mapping[str, Any]) -> None:
         self.host, self.setting = host, setting
@@ -114,20 +113,20 @@ class Hosted:
         return None if self.over or self.channel is None else ProcessCall(self, "close")
 
     def read(self, reply: Block) -> Any:
-        """What the method returned: messages of a reset, a step, nothing of a close."""
+        """Decode the result of a call: the messages of a reset, the Step of a step, nothing for a close."""
         row = reply.row
         messages = decode(tuple[Message, ...], row.get("messages", []), reply.arrays, shared=self.files)
         return Step(messages, row["reward"], row["done"], row["info"]) if "done" in row else messages
 
     def start(self) -> bool:
-        """Whether it has a process; False while there are too many."""
+        """Fork its process if it has none; returns False while `env.processes` others are live."""
         if self.channel is None and len(self.host.live) < self.host.env.processes:
             self.channel = self.host.fork()
             self.host.live.add(self)
         return self.channel is not None
 
     def receive(self) -> Block | None:
-        """The next reply, if it is there."""
+        """The next reply, or None if there is none yet; does not wait."""
         assert self.channel is not None
         reply = self.channel.receive(0)
         if reply is not None and "pid" in reply.row:  # the first block of a new process
@@ -136,7 +135,7 @@ class Hosted:
         return reply
 
     def end(self) -> None:
-        """Makes room for another; a process that no longer listens is killed."""
+        """Free the slot for another episode and kill the process with its group, even if it hangs."""
         self.over = True
         self.host.live.discard(self)
         if self.channel is not None:
@@ -147,7 +146,7 @@ class Hosted:
 
 
 class ProcessCall(EnvironmentCall):
-    """`record` is what the method is about."""
+    """A call of a method; `record` is its argument: the sample of a reset, the message of a step."""
 
     def __init__(self, hosted: Hosted, method: str, record: Any = None, **row: Any) -> None:
         self.hosted, self.method = hosted, method
@@ -168,7 +167,7 @@ class ProcessCall(EnvironmentCall):
                 return False
             if reply is None:
                 raise TimeoutError(f"the environment's {self.method} took more than {self.seconds:g} s")
-        except (TimeoutError, Ended) as error:  # it may be that the process is not reading
+        except (TimeoutError, Ended) as error:  # sending times out, too, if the process does not read
             self.outcome = Failed(f"{error} during {self.method}") if isinstance(error, Ended) else error
             self.hosted.end()
             return True
@@ -182,26 +181,26 @@ class ProcessCall(EnvironmentCall):
 
 # -- in the host and its forks ---------------------------------------------------------------------
 
-# Seconds in which episodes end with all that they started; one that hangs then dies with its host.
+# Seconds for episodes to kill their process groups after the run has ended; then the host ends, which kills the rest.
 GRACE = 1.0
-KNOWN: dict[str, Media] = {}  # media of this episode's question
+KNOWN: dict[str, Media] = {}  # media of this episode's sample, by hash; the other side has them
 
 
 def main() -> None:
-    channel = connect(tied=False)  # the thread that starts it may end before the run does
+    channel = connect(tied=False)  # the thread that started this process may end before the run does
     first = channel.receive()
     assert first is not None
     env = EnvConfig.model_validate(first.row["env"])
     try:
         user = load_user_code(env)
         channel.send({"tools": user.descriptions, "id": first.row["id"]})
-    except BaseException as error:  # whatever the file raises, also SystemExit
+    except BaseException as error:  # anything that the user's file raises, also SystemExit
         reason = str(error) if isinstance(error, ConfigError) else raised_at(error)
         channel.send({"failed": reason, "id": first.row["id"]})
         return
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended episodes leave nothing behind
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ended episodes leave no zombies
     gc.collect()
-    gc.freeze()  # pages stay shared among the forks
+    gc.freeze()  # the collector does not touch these pages, so forks keep sharing them
     channel.link.setblocking(True)
     while True:  # every byte comes with the socket of a new episode
         mark, sockets, _, _ = socket.recv_fds(channel.link, 1, 1)
@@ -221,7 +220,7 @@ def main() -> None:
 
 
 def _live(channel: Channel, env: EnvConfig, user: UserCode) -> None:
-    """One episode; never returns."""
+    """Serve one episode until its channel closes."""
     channel.send({"pid": os.getpid()})
     inbox = listen(channel)
     environment: Environment | None = None
@@ -265,8 +264,8 @@ def _said(messages: Any) -> Block:
 
 
 def _whole(media: Media) -> Media:
-    """With the bytes of its file, which may vanish before the model has seen it. An image is
-    decoded once: one that cannot be must fail here, not in the training.
+    """The medium with its file read into memory (images), as the file may vanish before the model sees it.
+    Decodes an image once, so that a broken one fails here and not in training.
     """
     if root_hash(media) in KNOWN:
         return media

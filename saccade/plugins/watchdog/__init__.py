@@ -1,1 +1,1 @@
-"""Ends a run in which nothing moves any more, with the stacks of all its processes."""
+"""Ends a run that makes no progress, and writes the stacks of all its processes."""

@@ -1,4 +1,4 @@
-"""What a process and those that it has started do, as the system counts it: seconds of processors, bytes of disks.
+"""CPU seconds and disk bytes of a process and its descendants, from /proc.
 
 >>> children_cpu("self") >= 0
 True
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def children(process: int | str) -> Iterator[int]:
-    """All that it has started and that runs, with those that they have started."""
+    """Yields the ids of all its running descendants."""
     for file in Path(f"/proc/{process}/task").glob("*/children"):
         with suppress(OSError):  # it may have ended
             for child in map(int, file.read_text().split()):
@@ -21,7 +21,7 @@ def children(process: int | str) -> Iterator[int]:
 
 
 def children_cpu(process: int | str) -> float:
-    """Seconds of the processes that it has started, such as compilers, with those that they have waited for."""
+    """CPU seconds of its running descendants, such as compilers, and of the children that these have waited for."""
     ticks = 0
     for child in children(process):
         with suppress(OSError):
@@ -31,7 +31,7 @@ def children_cpu(process: int | str) -> float:
 
 
 def disk_use() -> list[str]:
-    """What this process has read and written, and its threads that wait for a disk at this moment."""
+    """Bytes that this process has read and written, and its threads in uninterruptible (disk) sleep now."""
     own = Path("/proc/self")
     if not own.is_dir():
         return []

@@ -1,9 +1,9 @@
-"""Ends a run in which nothing moves any more: says in which phase, and writes the stacks of all its processes.
+"""Ends a run that makes no progress: names the phase, and writes the stacks of all its processes.
 
-What moves is what the run shows (step, phase, how much of it is done), and the work of its processes: processors and
-disks. So a step may take as long as it needs, and a process that waits for ever is found. One that only waits for a
-child which computes for ever, or spins in one place for a GPU that hangs, gets BUSY times as long. The main thread is
-given an error, which saves the last step; if nothing moves then either, the process ends itself.
+Progress is a change of what the console shows (step, phase, count of done items), or CPU or disk use of its processes.
+So a step may take as long as it needs, and a process that waits for ever is found. If only other threads or children
+work, and the main thread waits or spins in one place (such as for a GPU that hangs), the limit is BUSY times as long.
+The main thread then gets an error, which saves the last step; if that does not help, the process is ended.
 
     with Watchdog(console, folder, seconds=1200): ...
 """
@@ -31,14 +31,14 @@ from saccade.system.process import STACKS
 log = logging.getLogger(__name__)
 
 FILE = "stalled.txt"  # in the folder of the run
-LOOKS = 20  # in the time that a run may stand still
-BUSY = 6
-MOVES = 0.03  # of a core, on average: more than threads need that only wait
+LOOKS = 20  # checks per time limit
+BUSY = 6  # factor of the limit while only other threads or children work
+MOVES = 0.03  # mean share of a core that counts as work; threads that only wait use less
 WRITING = 0.3  # seconds for a process to write its stacks
 
 
 class Watchdog:
-    """For the main thread; in another it does nothing, as errors reach the main thread only."""
+    """Context manager for the main thread; in another thread it does nothing, as only the main thread gets signals."""
 
     def __init__(self, console: Console, folder: Path, seconds: float) -> None:
         self.console, self.file, self.seconds = console, folder / FILE, seconds
@@ -50,7 +50,7 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self.seconds and threading.current_thread() is self._main:
             self._stacks = tempfile.NamedTemporaryFile(prefix="saccade-stacks-", suffix=".txt")
-            os.environ[STACKS] = self._stacks.name  # processes that are started from here on write there when asked
+            os.environ[STACKS] = self._stacks.name  # processes started from here on write their stacks there on SIGUSR1
             self._before = signal.signal(signal.SIGUSR2, self._raise)
             self._thread.start()
         return self
@@ -67,24 +67,24 @@ class Watchdog:
         raise TrainingError(self._message)
 
     def _watch(self) -> None:
-        # When something moved last, by all signs and without those of children; the processors' seconds then.
+        # `moved`, `before`: time of the last progress and CPU seconds then: [by any sign, of the main thread alone].
         shown: Any = None
         disk: list[str] = []
-        place = 0  # of the main thread
+        place = 0  # hash of the main thread's stack
         moved = [0.0, 0.0]
         before = [0.0, 0.0]
         last, every = time.monotonic(), self.seconds / LOOKS
         while not self._over.wait(every):
             now, state, used = time.monotonic(), self._state(), disk_use()
             main = time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
-            own = time.process_time() - time.thread_time()  # without this thread, which only looks
+            own = time.process_time() - time.thread_time()  # without this watching thread
             cpu = [own + sum(os.times()[2:4]) + children_cpu("self"), main]
             works = [
                 now_used - then > MOVES * (now - since)
                 for now_used, then, since in zip(cpu, before, moved, strict=True)
             ]
             mark = hash(tuple((frame.f_code, frame.f_lasti) for frame in _frames(self._main)))
-            halted = now - last > 5 * every  # this process was, or the machine
+            halted = now - last > 5 * every  # this process or the machine was suspended
             for kind, moves in enumerate((works[0] or used != disk, works[1] and mark != place)):
                 if state != shown or halted or moves:
                     moved[kind], before[kind] = now, cpu[kind]
@@ -98,7 +98,7 @@ class Watchdog:
         return self.console.last, tuple(self.console.clock.open), self.console.done
 
     def _end(self, still: float) -> None:
-        if self._message:  # and no error has ended it
+        if self._message:  # the error was raised before and did not end the run
             log.error(f"{self._message}\nthe process did not react, and is ended; nothing more is saved")
             logging.shutdown()
             os._exit(TrainingError.exit_code)
@@ -109,12 +109,12 @@ class Watchdog:
             f"stalled: nothing has moved for {still:.0f} s in phase {phase} of step {step + 1}{shown}; {self.file} has "
             f"the stacks of all processes. If this wait is right, raise run.stop.stalled={self.seconds:g} (0: no limit)"
         )
-        with suppress(OSError):  # a full disk is no reason to go on
+        with suppress(OSError):  # end the run even if the disk is full
             self._write_stacks()
         signal.pthread_kill(self._main.ident or 0, signal.SIGUSR2)
 
     def _write_stacks(self) -> None:
-        """Of this process, then of each that opened the file for it; of others only what they are."""
+        """Stacks of this process and of descendants that opened STACKS; of others the command and kernel wait state."""
         with self.file.open("w", encoding="utf-8") as file:
             print(
                 f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._message}\n\n-- process {os.getpid()}, this run", file=file
@@ -136,7 +136,7 @@ class Watchdog:
 
 
 def _at_a_prompt(thread: threading.Thread) -> bool:
-    """Of a debugger, where nobody else moves."""
+    """Whether the thread is in pdb, where no progress is expected."""
     return any(frame.f_code.co_filename.endswith("pdb.py") for frame in _frames(thread))
 
 
