@@ -1,17 +1,17 @@
-"""GRPO steps with rollouts that run ahead of training, on answers of very different lengths.
+"""GRPO steps with rollouts that run ahead of training (rollout.ahead), on responses of very different lengths.
 
     python benchmarks/ahead.py --model runs/3b --ahead 0 1 2 --steps 4
     python benchmarks/ahead.py --model runs/3b --median 100 --most 2048     # a quarter of the lengths
     python benchmarks/ahead.py --model runs/3b --tools 6 --median 100 --most 1024 --steps 6
 
-Lengths are drawn for each rollout (log-normal; one in a hundred has --most tokens, the longest), the same for every
-number of steps ahead. With --tools N an episode has 1 to N turns, each of a drawn length, and between two of them the
-policy waits for its environment, a process that sleeps: half of the times more than --wait seconds, one in a hundred
---longest. The first steps compile kernels and fill the pipe, the last have nothing to run ahead with: means
-are those of the steps between, in whole rounds: a longest answer has k + 1 steps to be finished in, and short steps
-follow a long one. Prints one JSON object per number: seconds of a step, tokens a second over these, the share of the
-rollout phases in which the engine had nothing to do (idle) and how full it was while it had (of the answers of a step),
-and the oldest token in updates.
+Response lengths are log-normal (one in a hundred has --most tokens, the longest) and the same for every number of steps
+ahead. With --tools N an episode has 1 to N turns, each of a drawn length, and between turns the policy waits for its
+environment, a process that sleeps: half of the times more than --wait seconds, one in a hundred --longest. The first
+steps compile kernels and fill the pipeline, and the last cannot run ahead, so means are over the steps between, in
+whole rounds of k + 1 steps: a longest response has so many steps to finish, and short steps follow a long one. Prints
+one JSON object per number of steps ahead: seconds per step, tokens per second, the share of rollout time in which the
+engine is idle, its mean number of requests while busy (full: as a share of the responses of a step), and the age of the
+oldest token in updates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from saccade.run.checkpointer import Checkpointer
 from saccade.run.loggers import read_metrics
 from saccade.run.training_run import Run
 
-LATER = 2.3263  # standard deviations, above which one in a hundred lies
+LATER = 2.3263  # z-value: one in a hundred normal numbers is larger
 
 
 ENVIRONMENT = """
@@ -69,8 +69,8 @@ class Waiting:
 
 
 class Watched:
-    """From now on the engine ends each turn at a length that follows from its episode alone; what polls took is noted,
-    by the version of the weights: seconds, and seconds x requests."""
+    """Patches the engine so that each turn ends at a length drawn from its episode's noise, and sums per weight version
+    the seconds of polls, and seconds x pending requests."""
 
     def __init__(self, median: int, most: int, turns: int) -> None:
         self.seconds, self.filled = Counter[int](), Counter[int]()
@@ -89,11 +89,11 @@ class Watched:
             seconds = time.perf_counter() - began
             self.seconds[engine.version] += seconds
             self.filled[engine.version] += seconds * requests
-            cut = "stop" if turns else "length"  # a turn with a call has ended by itself
+            cut = "stop" if turns else "length"  # else an episode would end at a turn that reached max_tokens
             return [replace(each, finish=cut) if each.finish == "length" else each for each in done]
 
         EmbeddedEngine.submit, EmbeddedEngine.poll = limited, timed  # type: ignore[method-assign]
-        episode.noise_key = lambda _draw, key: noise_key(key)  # a draw is named after the step that it is made in
+        episode.noise_key = lambda _draw, key: noise_key(key)  # `_draw` names the step, which depends on --ahead
 
 
 def main() -> None:
@@ -120,9 +120,9 @@ def main() -> None:
         for ahead in args.ahead:
             folder = Path(scratch) / str(ahead)
             folder.mkdir()
-            first = max(3, 1 + ahead)  # compiles, and fills the pipe; the same for all up to 2
+            first = max(3, 1 + ahead)  # steps that compile and fill the pipeline; the same for --ahead up to 2
             measured = -(-args.steps // (1 + ahead)) * (1 + ahead)
-            steps = first + measured + ahead  # the last have nothing to run ahead with
+            steps = first + measured + ahead  # the last steps cannot run ahead
             data = write_rows(folder / "data", str(args.model), work, steps)
             settings = config(folder, str(args.model), data, work, steps) | {"rollout.ahead": ahead}
             if args.tools:

@@ -1,11 +1,11 @@
-"""Does the quickstart's task suffer from rollouts that run ahead? Its GRPO stage with 0, 1 and 4 updates ahead, with
-and without the weights that correct for it, all arms of a seed from one cold start and with the same number of steps.
+"""Do rollouts that run ahead hurt learning? The quickstart's GRPO stage with 0, 1 and 4 updates ahead, with and without
+importance weights (algorithm.correct); all arms of a seed have the same cold start and the same number of steps.
 
     python benchmarks/ahead_learning.py runs/ahead --seeds 0 1 2 3 4
-    python benchmarks/ahead_learning.py runs/ahead                     # the table of what is there
+    python benchmarks/ahead_learning.py runs/ahead                     # the table of existing results
 
-Writes SEED-ARM.json into the folder: accuracy on held-out scenes every few steps and at the end, and how old tokens
-were. The table has means over seeds with their 95 % interval, and the difference to 0 updates ahead, paired by seed.
+Writes SEED-ARM.json into the folder: accuracy on held-out scenes every few steps and at the end, and the age of tokens
+in updates. The table has means over seeds with 95 % intervals, and the difference to 0 updates ahead, paired by seed.
 """
 
 from __future__ import annotations

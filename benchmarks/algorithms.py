@@ -2,8 +2,8 @@
 
     python benchmarks/algorithms.py --out runs/algorithms --jobs 2
 
-One model is started by SFT; then each preset trains it on the same questions, as many at a time as
-there are jobs. Writes OUT/results.json and OUT/algorithms.svg (curves side by side), prints a
+One model is trained by SFT; then each preset continues from it on the same questions, --jobs
+presets at a time. Writes OUT/results.json and OUT/algorithms.svg (curves side by side), prints a
 table. A preset that was run before is not run again.
 """
 
@@ -29,15 +29,15 @@ from saccade.plugins.quickstart import quickstart
 from saccade.recipes import rl, sft
 from saccade.run.loggers import read_metrics
 
-ROLLOUTS = 512  # of a step, whatever the preset's samples per prompt
+ROLLOUTS = 512  # per step, for every preset
 SIZE = {"demonstrations": 400, "prompts": 6000, "evaluation": 600, "sft": 100}
 LR = 5e-4
-# Presets are written for large models; the tiny one learns 500 times faster, its critic too.
+# Presets have rates for large models; the tiny model and its critic need 500 times larger ones.
 CRITIC_LR = 500 * 9e-6
 
 
 def prepare(out: Path, seed: int) -> str:
-    """Data with a domain per row (the colour that is asked for) and a model after SFT."""
+    """Write data with a column `domain`, and train a model by SFT; returns its checkpoint."""
     data = quickstart.draw_data(out / "data", {**SIZE, "rl": 0}, seed)
     rows = [json.loads(line) for line in Path(data["train"]).read_text().splitlines()]
     for row in rows:
@@ -70,7 +70,7 @@ def train(preset: str, out: Path, steps: int, seed: int) -> None:
 
 
 def result(out: Path, preset: str, budget: int) -> dict[str, Any]:
-    """The curve over rollouts that were drawn, dropped ones included, up to the budget."""
+    """Accuracy over the number of sampled rollouts, dropped ones included, up to the budget."""
     rows = read_metrics(out / preset)
     before = next(row["val/val/accuracy"] for row in rows if "val/val/accuracy" in row)
     steps = [row for row in rows if "count/samples" in row]
@@ -82,7 +82,7 @@ def result(out: Path, preset: str, budget: int) -> dict[str, Any]:
         "steps": len(inside),
         "before": before,
         "after": [row["val/val/accuracy"] for row in inside if "val/val/accuracy" in row][-1],
-        # Prompts with a right answer among their samples, at the start and at the end.
+        # Share of prompts with a right answer among their samples, in the first and last 5 steps.
         "solved": [1 - _mean(part, "group/all_wrong_frac") for part in (inside[:5], inside[-5:])],
         "seconds": sum(row["time/step"] for row in inside),
     }

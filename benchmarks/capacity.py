@@ -1,11 +1,10 @@
-"""What fits: peak memory of each GPU for models of several sizes on several numbers of GPUs, by `saccade estimate`.
+"""Peak memory per GPU for several model sizes and numbers of GPUs, by `saccade estimate`.
 
     python benchmarks/capacity.py
     python benchmarks/capacity.py train.offload=true --gpus 1 8
 
 Every GPU has 16 prompts x 8 rollouts of 512 tokens, prompts of 368 tokens with an image; activations are recomputed,
-so that a cell is the least that is needed. What is in brackets does not fit, `s` is sharded, `h` hybrid. Nothing is
-loaded: models have no weights.
+so a cell is the minimum. Cells in brackets do not fit; `s`: sharded, `h`: hybrid. No weights are built or loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CARDS = {"80 GB": "H100", "141 GB": "H200"}
 
 
 def cells(size: str, gpus: int, folder: Path, overrides: list[str]) -> list[str]:
-    """GiB on each of the cards."""
+    """One cell per card: GiB on each GPU."""
     options = {"model.path": str(folder), "algorithm.kl.coef": 0.0, "rollout.max_tokens": 512, "run.gpus": gpus}
     options |= {"train.prompts_per_step": 16 * gpus, "train.samples_per_prompt": 8, "model.checkpointing": "on"}
     found = []

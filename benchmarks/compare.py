@@ -1,24 +1,24 @@
 """saccade and its peers on the same work, on the same GPU: whole GRPO steps and rollouts alone.
 
-    python benchmarks/compare.py                                  # all parts that are not there yet
-    python benchmarks/compare.py --part saccade-w1 trl-vllm-w1    # these, again if need be
-    python benchmarks/compare.py --part --merge elsewhere.json    # only bring results together
+    python benchmarks/compare.py                                  # all parts without a result
+    python benchmarks/compare.py --part saccade-w1 trl-vllm-w1    # these, even if they have results
+    python benchmarks/compare.py --part --merge elsewhere.json    # only merge results
     python benchmarks/compare.py --tiny --folder runs/dry         # all of it on a CPU in minutes
 
-Each part is a process of its own with a time limit; its result goes into one JSON file at once, so
-parts may be run in several calls. The model (Qwen2.5-VL-3B shape, random weights) is built once;
+Each part is a process with a time limit; its result is written to one JSON file at once, so parts
+may be run in several calls. The model (Qwen2.5-VL-3B shape, random weights) is built once;
 prompts, images, group size, response length (end tokens ignored), reward and learning rate are the
 same for all, no KL term. Peers: transformers `generate`, TRL with it, TRL with vLLM in the same
-process, vLLM alone. One that is not installed is listed as absent. What each of them did is
-counted and compared: with a difference, or a part that failed, the exit code is 1.
+process, vLLM alone. One that is not installed is listed as absent. The work of each is counted and
+compared: if any differs or a part fails, the exit code is 1.
 
-TRL trains bf16 weights (its default is float32), saccade keeps fp32 masters beside them. TRL keeps
-activations and takes 8 sequences at a time, which is faster than its defaults and fits. With vLLM it
-also scores what was sampled, to correct for the difference of the two engines.
+TRL trains bf16 weights (its default is float32); saccade also has fp32 master weights. TRL keeps
+activations and takes --trl-micro sequences at a time, which is faster than its defaults. With vLLM
+it also computes log-probs of the samples, to correct for the mismatch of the two engines.
 
-Of a part with several steps the first only warms up; the numbers are medians of the others. One
-that has a single step says so. `peak` is what the process allocated at once, `GPU` what the whole
-GPU held.
+Of a part with several steps the first only warms up; the numbers are medians of the others. A part
+with a single step says so. `peak` is the most memory that torch allocated in the process, `GPU`
+the most that was in use on the whole GPU.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from works import sequences
 @dataclass(frozen=True, kw_only=True)
 class System:
     title: str
-    program: tuple[str, ...]  # for python, in this folder
+    program: tuple[str, ...]  # arguments of python, run in this folder
     steps: int
-    needs: tuple[str, ...] = ()  # modules
+    needs: tuple[str, ...] = ()  # modules that must be installed
 
 
 SYSTEMS: Mapping[str, System] = {
@@ -89,11 +89,11 @@ def run_part(name: str, args: Any, bench: Bench) -> dict[str, Any]:
     return {"system": key} | run(bench, name, system.program, text, steps=steps, more=more)
 
 
-# -- judging ---------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 def differences(parts: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Where a system did not do what was asked, or something else than the others."""
+    """Lists where a system did other work than was asked for, or than the other systems did."""
     found, prompts, devices = [], {}, {}
     for name, part in parts.items():
         if part["status"] != "ok":
@@ -128,7 +128,7 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> str:
         part = parts[name]
         whole, rollout, update = (warm(part, key) for key in ("whole", "rollout", "update"))
         rest = whole - rollout - update if whole is not None else None
-        same = (part["work"], part["machine"].get("card"))  # two cards differ by some percent
+        same = (part["work"], part["machine"].get("card"))  # cards of one type differ by some percent
         ours = next((p for p in parts.values() if is_ours(p) and (p["work"], p["machine"].get("card")) == same), None)
         ratios = [
             warm(part, key) / warm(ours, key)

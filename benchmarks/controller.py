@@ -1,13 +1,13 @@
-"""CPU time of the process that runs the recipe for several GPUs, between the phases in which they work.
+"""CPU time of the controller process of a run on several GPUs, between the phases in which the GPUs work.
 
     python benchmarks/controller.py
     python benchmarks/controller.py --gpus 8 --profile
 
 A step has 16 prompts x 8 rollouts per GPU, a prompt of 368 tokens with an image of 256, 512 new tokens, and
-corrections for what the engine sampled differently, so that batches go to the ranks twice. Ranks are threads that
-answer over a socket without computing; their CPU time is taken away. Prints the CPU time of each stage, the least of
-some repeats, and all of them as a share of a step of 5.5 s (3B on an H200); what is counted while the ranks update is
-no part of it. The last row deals responses of lognormal length to the ranks: tokens of the fullest over the mean.
+corrections of the mismatch of engine and trainer, so that batches are sent to the ranks twice. Ranks are threads that
+answer over a socket without computing; their CPU time is subtracted. Prints the CPU time of each stage, the minimum of
+some repeats, and their sum as a share of a step of 5.5 s (3B on an H200); work that overlaps the update of the ranks is
+not in the sum. The last row deals responses of lognormal length to the ranks: tokens of the fullest over the mean.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ UPDATE = {f"policy/{n}": [1.0, 1.0] for n in range(40)}  # metrics of a rank
 
 
 def make_groups(count: int, work: Mapping[str, int], spread: float = 0.0) -> list[Group]:
-    """`spread`: of the logarithm of the length of responses."""
+    """`spread`: standard deviation of the logarithm of the response length."""
     rng = np.random.default_rng(0)
     prompt, lengths = work["prompt"], work["new"] * rng.lognormal(sigma=spread, size=(count, work["samples"]))
     policy = np.arange(prompt + int(lengths.max())) >= prompt
@@ -90,11 +90,11 @@ def make_groups(count: int, work: Mapping[str, int], spread: float = 0.0) -> lis
 
 
 class StandIn(threading.Thread):
-    """The other end of a link to a rank."""
+    """Plays a rank at the other end of its link."""
 
     def __init__(self, link: socket.socket) -> None:
         super().__init__(daemon=True)
-        self.link, self.seconds = link, 0.0  # of CPU
+        self.link, self.seconds = link, 0.0  # CPU time of this thread
         self.start()
 
     def run(self) -> None:
@@ -156,7 +156,7 @@ def start_team(gpus: int, folder: Path) -> tuple[Team, list[StandIn]]:
 
 
 def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float]:
-    """CPU seconds by stage."""
+    """CPU seconds of each stage of a step."""
     model = tiny.build("qwen2_5_vl", folder / "model") if not (folder / "model").exists() else str(folder / "model")
     options = {"model.path": model, "run.gpus": gpus, "train.samples_per_prompt": work["samples"]}
     options |= {"train.prompts_per_step": work["prompts"] * gpus, "algorithm.kl.coef": 0.0}
@@ -183,7 +183,7 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
     def clocked(name: str, function: Callable[[], Any]) -> Any:
         before = time.process_time() - sum(one.seconds for one in others)
         found = function()
-        time.sleep(0.05)  # until the ranks have noted their time
+        time.sleep(0.05)  # until the ranks have stored their CPU time
         seconds[name] = time.process_time() - sum(one.seconds for one in others) - before
         return found
 
@@ -208,7 +208,7 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
 
 
 def fullest(gpus: int, work: Mapping[str, int]) -> float:
-    """Tokens of the rank that has most, over the mean of all ranks."""
+    """Tokens of the rank with the most, over the mean of all ranks."""
     batches = pack_forests(make_groups(work["prompts"] * gpus, work, spread=0.5), micro_tokens=16_384, parts=gpus)
     tokens = np.bincount([batch.part or 0 for batch in batches], [batch.tokens for batch in batches])
     return float(tokens.max() / tokens.mean())
@@ -234,7 +234,7 @@ def main() -> None:
     results: dict[int, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for gpus in args.gpus:
-            measure(gpus, WORK | {"new": 8, "prompts": 1}, Path(scratch))  # what is loaded once
+            measure(gpus, WORK | {"new": 8, "prompts": 1}, Path(scratch))  # warm-up: what is loaded only once
             with cProfile.Profile() if args.profile else ExitStack() as profile:
                 found = [measure(gpus, WORK, Path(scratch)) for _ in range(args.repeats)]
             results[gpus] = {stage: min(one[stage] for one in found) for stage in found[0]}

@@ -4,8 +4,8 @@
     python benchmarks/cpu_vs_trl.py --work T1 --rounds 1
 
 Both sample 8 prompts x 8 rollouts of 64 tokens with one image each, score them with the same
-function and train on all of them, in float32 with two threads. They take turns, so a machine that
-grows busy slows both; the first step of each run only warms up. Prints medians and their ratio;
+function and train on all of them, in float32 with two threads. They alternate, so a machine that
+becomes busy slows both; the first step of each run only warms up. Prints medians and their ratio;
 absolute times say little about other machines.
 """
 

@@ -1,13 +1,13 @@
-"""Rollouts of a model of a published shape by the embedded engine alone: tokens per second with log-probs.
+"""Rollouts by the embedded engine alone, with models of published shapes: tokens per second with log-probs.
 
     python benchmarks/decode.py                       # W1 with 16 and 64 prompts, 8 rollouts each
     python benchmarks/decode.py W2/16 --profile       # also: which kernels take the time
     python benchmarks/decode.py W1/16 --check         # also: log-probs against the trainer's
-    python benchmarks/decode.py W1/16/top_k=50        # truncated sampling that returns what it kept
+    python benchmarks/decode.py W1/16/top_k=50        # truncated sampling that returns the kept ids
     python benchmarks/decode.py W1/16 --size gemma4_e4b
 
-A variant is a work of rl_step.py, a number of prompts, and settings of the sampling. Prints one
-JSON object per line; `step_ms` is the time of one decode step of the whole batch.
+A variant is a workload of works.py, a number of prompts, and sampling settings. Prints one JSON
+object per variant; `step_ms` is the time of one decode step of the whole batch.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def timed(engine: EmbeddedEngine, asked: list[Request]) -> tuple[dict[str, Any],
 
 
 def gap(model: Any, family: Family, asked: list[Request], done: dict[str, Completion]) -> dict[str, float]:
-    """Between the engine's log-probs and the trainer's, over one group."""
+    """Differences between the engine's log-probs and the trainer's, over one group."""
     members = tuple(
         replace(trajectory(request, done[request.key]), sample_id="g", repeat=repeat)
         for repeat, request in enumerate(asked[:REPEATS])
@@ -112,7 +112,7 @@ def gap(model: Any, family: Family, asked: list[Request], done: dict[str, Comple
 
 
 def profile(engine: EmbeddedEngine, asked: list[Request]) -> None:
-    """Kernels of the first prefill and of one burst by their share of the time."""
+    """Print the kernels of the first prefill and of one poll of decode steps, by their share of the time."""
     for request in asked:
         engine.submit(request)
     show("a prefill", engine, top=8)

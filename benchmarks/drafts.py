@@ -1,13 +1,13 @@
-"""What drafts from the text so far (prompt lookup) could save: tokens that a decode step would give, and how much
-faster a GRPO step would be. Nothing is generated.
+"""Estimates the gain of speculative decoding with prompt lookup (drafts copied from the text so far): tokens per decode
+step, and the speedup of a GRPO step. Nothing is generated.
 
     python benchmarks/drafts.py gsm8k.test.jsonl.gz docs/*.md saccade/trainer/*.py
 
-Text stands for what a policy writes: answers behind their questions (`question` and `answer` of rows), or whole files.
-Its tokens are those of a byte-level BPE of 16,000 that is trained on it, digits one by one. The draft of a place is
-what followed the last earlier occurrence of its last three tokens, else two; a drawn token is equal to it or not, so
-those that are equal are exact. The lengths of a step are those of ahead.py (log-normal, median 400, one in a hundred
-8,192), decode steps take what docs/performance.md says of the 3B shape, and a draft takes a row for each of its tokens.
+The given text stands for responses of a policy: answers after their questions (`question` and `answer` of rows), or
+whole files. A byte-level BPE of 16,000 tokens, with single digits, is trained on it. The draft at a position is what
+followed the last earlier occurrence of the last three tokens, else two; a draft token is accepted if the sampled token
+equals it, so sampling stays exact. Response lengths are those of ahead.py (log-normal, median 400, one in a hundred
+8,192); decode steps take the times of the 3B shape in docs/performance.md, with one batch row per draft token.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-ROWS, MILLISECONDS = (1, 8, 32, 64, 128, 512), (2.79, 2.79, 2.89, 3.22, 3.96, 8.50)  # of a decode step
-UPDATE, ANSWERS, LATER = 7.3, 128, 2.3263  # seconds; of a step; standard deviations of one in a hundred
+ROWS, MILLISECONDS = (1, 8, 32, 64, 128, 512), (2.79, 2.79, 2.89, 3.22, 3.96, 8.50)  # batch size, time of a decode step
+UPDATE, ANSWERS, LATER = 7.3, 128, 2.3263  # seconds; responses per step; z-value of one in a hundred
 
 
 def read(path: Path) -> list[tuple[str, str]]:
-    """Pairs of what is known before, and what is written."""
+    """Pairs of a prompt (may be empty) and a response."""
     if ".jsonl" not in path.name:
         return [("", path.read_text())]
     text = (gzip.open if path.suffix == ".gz" else open)(path, "rt").read()
@@ -35,11 +35,11 @@ def read(path: Path) -> list[tuple[str, str]]:
 
 
 def tokens_a_step(known: Sequence[int], written: Sequence[int], drafted: int) -> float:
-    """One is always drawn; of the draft those count that come before the first that differs."""
+    """Tokens per decode step: one is sampled, and the draft tokens before the first mismatch are accepted."""
     ids, place, steps = [*known, *written], max(1, len(known)), 0
     begin, last, noted = place, dict[tuple[int, ...], int](), 0
     while place < len(ids):
-        for end in range(noted + 1, place):  # what ends at the place itself is no earlier occurrence
+        for end in range(noted + 1, place):  # an n-gram that ends at `place` is not an earlier occurrence
             last |= {tuple(ids[end - n : end]): end for n in (2, 3) if end >= n}
         noted = max(noted, place - 1)
         found = next((last[key] for n in (3, 2) if (key := tuple(ids[place - n : place])) in last), None)
@@ -50,10 +50,10 @@ def tokens_a_step(known: Sequence[int], written: Sequence[int], drafted: int) ->
 
 
 def seconds(lengths: np.ndarray, tokens: float, drafted: int, few: int) -> float:
-    """Of a rollout phase whose engine drafts while at most `few` answers are left."""
+    """Seconds of a rollout phase whose engine uses drafts only while at most `few` responses are unfinished."""
     ends = np.sort(lengths)
     live = ANSWERS - np.arange(ANSWERS)
-    work = np.diff(ends, prepend=0)  # tokens of each, while so many live
+    work = np.diff(ends, prepend=0)  # tokens per response while this many are unfinished
     small = live <= few
     rows, a_step = np.where(small, live * (1 + drafted), live), np.where(small, tokens, 1.0)
     return float((work / a_step * np.interp(rows, ROWS, MILLISECONDS)).sum()) / 1000

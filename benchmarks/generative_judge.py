@@ -3,9 +3,9 @@
     python benchmarks/generative_judge.py --out runs/judge
 
 The redder of two plain pictures is better; rows have the layout of HPDv3. `sft` learns written
-verdicts, `rl` goes on from its checkpoint and is paid by the reward `verdict` alone. Reported is
-the greedy accuracy on held-out pairs, drawn apart from those of training: of the untrained model,
-after `sft`, after `rl`. About a minute and a half a seed on one core.
+verdicts; `rl` continues from its checkpoint with the reward `verdict` alone. Reports the greedy
+accuracy on held-out pairs of the untrained model, after `sft` and after `rl`. About a minute and a
+half a seed on one core.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from saccade.plugins.preferences.preference_rows import ASKED, ENDING
 from saccade.plugins.verifiers.short_answers import VERDICTS
 
 SIDE = 28  # pixels: one token each
-LEAD = 32  # of 255: a pair differs in red by more
+LEAD = 32  # the reds of a pair differ by more than this, of 255
 ROWS = {"train": 512, "held": 128}
 STEPS = {"sft": 20, "rl": 100}
 SAID = VERDICTS["image"]
-# What stands in every prompt and every answer, a token each: a tiny model learns it in seconds.
+# Phrases of every prompt and answer, one token each, so that a tiny model learns them in seconds.
 PHRASES = (
     ASKED.format(medium="image"),
     *(f"\n\nImage {number}:\n" for number in (1, 2)),
@@ -42,7 +42,7 @@ PHRASES = (
 
 
 def write_rows(folder: Path, seed: int, rows: Mapping[str, int] = ROWS) -> None:
-    """SPLIT.json for each split, in HPDv3's layout."""
+    """Write SPLIT.json for each split, in HPDv3's layout."""
     rng = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for split, count in rows.items():

@@ -1,11 +1,11 @@
-"""Memory while a model is read that ranks divide among them: each reads its rows, or all of it first, as before.
+"""Peak memory while ranks load a sharded model: each reads only its rows, or the whole model first, as before.
 
     python benchmarks/load_parts.py 400m 2 --dtype float32    # two processes over gloo on the CPU
     python benchmarks/load_parts.py 14b 8 --alone             # one rank of 8 on a GPU; collectives do nothing
 
-Weights are random, in a temporary folder (14b: 28 GB). Prints a JSON object for each rank and way: seconds, the most
-GiB of the GPU, and the most GiB of main memory that are no pages of a file: until the weights are read, until a
-backend is ready to train, and what a whole copy for generation takes after that, at most.
+Weights are random, in a temporary folder (14b: 28 GB). Prints a JSON object for each rank and way: seconds, peak GiB of
+the GPU, and peak GiB of anonymous main memory: until the weights are loaded, until a backend is ready to train, and for
+a whole copy for generation after that.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMALL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12
 
 
 def small(folder: Path) -> None:
-    """A decoder of 0.2 billion weights whose layers outweigh its embedding."""
+    """A decoder of 0.2 billion weights whose layers are larger than its embedding."""
     import transformers
 
     tiny_kinds.build("qwen3", folder)
@@ -48,7 +48,7 @@ def small(folder: Path) -> None:
 
 
 def anonymous() -> float:
-    """GiB of main memory that this process has for itself."""
+    """GiB of anonymous main memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 2**20
 
@@ -109,7 +109,7 @@ def main() -> None:
         small(folder) if args.size == "400m" else build(folder, args.size)
         command = [sys.executable, __file__, args.size, str(args.gpus), "--dtype", args.dtype]
         command += [*["--alone"] * args.alone, "--rank"]
-        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "65536"}  # frees at once
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "MALLOC_MMAP_THRESHOLD_": "65536"}  # free() unmaps
         for way in ("whole", "rows"):
             ranks = range(1 if args.alone else args.gpus)
             started = [subprocess.Popen([*command, f"{scratch}:{way}:{n}"], env=environment) for n in ranks]

@@ -1,4 +1,4 @@
-"""How long the bookkeeping of a step takes: metrics of 512 trajectories, a phase of the console.
+"""Measures the bookkeeping time of a step: metrics of 512 trajectories, a phase of the console.
 
 python benchmarks/metrics_speed.py
 """

@@ -1,4 +1,4 @@
-"""Models of the shape of published ones with random weights: they do not change the speed. Sizes are those of
+"""Builds models of published shapes with random weights, which do not change the speed. Sizes are those of
 Qwen2.5-VL; shapes.yaml has other kinds.
 
     build("runs/3b")              # 3.75 B parameters: Qwen2.5-VL-3B
@@ -44,7 +44,7 @@ VISION = {
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
 WIDE = {"hidden_size": 5120, "num_attention_heads": 40, "num_key_value_heads": 8}
-# Text halves; the vision tower is the same in all of them but for its last width.
+# Text models; their vision towers differ only in the output width.
 SIZES: dict[str, Mapping[str, Any]] = {
     "0.5b": TEXT
     | {
@@ -66,7 +66,7 @@ SIZES: dict[str, Mapping[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-SIZES |= {  # text halves of Qwen2.5, of which 32B and 72B have a vision tower in the wild, too
+SIZES |= {  # text models of Qwen2.5; 14B is not published with a vision tower
     "14b": {**SIZES["7b"], **WIDE, "intermediate_size": 13824, "num_hidden_layers": 48},
     "32b": {**SIZES["7b"], **WIDE, "intermediate_size": 27648, "num_hidden_layers": 64},
     "72b": {
@@ -83,17 +83,17 @@ SPOKEN = ("system", "user", "assistant", *QUESTION.split(), FILLER.strip())
 
 
 def words(size: int) -> list[str]:
-    """What the prompts of the benchmarks say, and as many other words as the vocabulary holds."""
+    """The words of the benchmarks' prompts, then made-up words up to the size of the vocabulary."""
     named = [*SPOKEN, *(f"w{index}" for index in range(size))]
-    return named[: size - len(tiny.PLAIN) - 1]  # and one for what is not known
+    return named[: size - len(tiny.PLAIN) - 1]  # one id is for unknown words
 
 
 def build(folder: str | Path, size: str = "3b") -> str:
-    """A tiny folder first, for its tokenizer and processor; then the large weights in its place,
-    made on the GPU. The size "tiny" ends there.
+    """Build a tiny model folder for its tokenizer and processor, then replace its weights by large
+    ones, made on the GPU. The size "tiny" keeps the tiny weights.
     """
     final, folder = Path(folder), Path(f"{folder}.new")
-    if folder.exists():  # what a kill left
+    if folder.exists():  # left by an interrupted build
         shutil.rmtree(folder)
     if size == "tiny":
         tiny.build("qwen2_5_vl", folder, words=words(2_000))
@@ -127,7 +127,7 @@ def _write_weights(folder: Path, scaled: Mapping[str, float] = MappingProxyType(
 
 
 def reshape(folder: Path, shape: Mapping[str, Any]) -> None:
-    """The files of a tiny folder become those of a model of this shape; its weights go."""
+    """Change the config files of a tiny folder to this shape, and delete its weights."""
     for name, changes in shape["files"].items():
         described = _merged(json.loads((folder / name).read_text()), changes)
         if name == "config.json":
@@ -138,7 +138,7 @@ def reshape(folder: Path, shape: Mapping[str, Any]) -> None:
 
 
 def _merged(part: Any, changes: Any) -> Any:
-    """Null takes a field away."""
+    """Merge nested mappings; null removes a field."""
     if not (isinstance(part, dict) and isinstance(changes, Mapping)):
         return changes
     whole = part | {name: _merged(part.get(name), value) for name, value in changes.items()}
@@ -146,7 +146,7 @@ def _merged(part: Any, changes: Any) -> Any:
 
 
 def enlarge(folder: Path, text: Mapping[str, Any]) -> None:
-    """The config of a tiny folder becomes that of a model with such a text half; its weights go."""
+    """Change the config of a tiny folder to this text model, and delete its weights."""
     described = json.loads((folder / "config.json").read_text())
     half = text["hidden_size"] // text["num_attention_heads"] // 2
     described["text_config"] |= text

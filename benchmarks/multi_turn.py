@@ -1,16 +1,16 @@
-"""Rollouts of several turns, with and without the cache of the turns before.
+"""Rollouts of several turns, with and without reuse of the KV cache of earlier turns.
 
     python benchmarks/multi_turn.py --out runs/multi                     # a 3B shape on one GPU
     python benchmarks/multi_turn.py --size 7b --work W1,new=64 --turns 6 12
     python benchmarks/multi_turn.py --tiny --out runs/multi              # on a CPU
 
-In each turn the policy writes about `new` tokens (it ends at a stop string that a random model
-meets by chance) and is shown another piece of its picture, until it has had all its turns; how much
-it writes and sees does not depend on what it learned. Both ways sample from the same noise, so
-without rounding they play the same episodes. Without the cache every turn computes its whole
-episode again; prompts that several episodes share are computed once either way. Writes
-OUT/multi_turn.json: seconds, episodes per second, their ratio, tokens that prompts cost, and how
-full the engine was: sequences in it over `min(max_sequences, episodes)`, averaged over time.
+In each turn the policy writes about `new` tokens (up to a stop string that a random model samples
+by chance) and sees another crop of its picture, for a fixed number of turns, so the amount of work
+does not depend on the weights. Both ways sample from the same noise, so without rounding they play
+the same episodes. Without reuse every turn prefills its whole episode again; prompts that several
+episodes share are computed once either way. Writes OUT/multi_turn.json: seconds, episodes per
+second, their ratio, prefilled tokens, and occupancy: the sequences in the engine over
+`min(max_sequences, episodes)`, averaged over time.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from saccade.rollout.collect import collect
 from saccade.rollout.episode import Limits, Play
 from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 
-TOKENS_OF_A_STOP = 140  # a random word of the vocabulary begins with a given "w60" once in so many
+TOKENS_OF_A_STOP = 140  # one in so many random words of the vocabulary begins with a given "w60"
 
 
 class Looking:
-    """Shows a new piece of the picture whatever the policy writes."""
+    """An environment that shows a new crop of the picture, whatever the policy writes."""
 
     def __init__(self, turns: int) -> None:
         self.turns, self.turn = turns, 0
@@ -58,7 +58,7 @@ class Looking:
         width, height = self.picture.width, self.picture.height
         x, y = self.rng.integers(0, width // 2), self.rng.integers(0, height // 2)
         piece = crop(self.picture, (int(x), int(y), int(x) + width // 2, int(y) + height // 2))
-        area = width * height  # pieces are shown as large as the whole
+        area = width * height  # crops are scaled to the size of the whole
         media = replace(piece, min_pixels=area, max_pixels=area)
         text = said("observation", k=self.turn, name=f"observation_{self.turn}", image=media)
         return Step((Message(role="user", parts=text),), None, False, {})
@@ -69,14 +69,14 @@ class Looking:
 
 @dataclass
 class Watched:
-    """The engine, and what it did; without `reuse` it is not told which episode a turn is of."""
+    """Wraps the engine and measures its work; without `reuse`, requests do not name their episode."""
 
     engine: EmbeddedEngine
     reuse: bool
     room: int
     prefilled: int = 0
     filled: float = 0.0  # seconds x share of the engine in use
-    looked: float = 0.0
+    looked: float = 0.0  # seconds of all polls
 
     def submit(self, request: Request) -> None:
         self.engine.submit(request if self.reuse else replace(request, episode=None))
@@ -143,7 +143,7 @@ def measure(
 def compare(
     engine: EmbeddedEngine, family: Any, samples: Sequence[Sample], work: Work, turns: int, repeats: int
 ) -> dict[str, Any]:
-    """Both ways by turns, after one of each that does not count."""
+    """Measure both ways alternately, after a warm-up of each."""
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     same = 0.0
     for repeat in range(-1, repeats):

@@ -1,13 +1,13 @@
-"""One rank of N alone on one GPU: memory, kernels and CUDA graphs are those of a rank, and collectives do nothing.
+"""One rank of N alone on one GPU: memory, kernels and CUDA graphs are those of a rank; collectives only copy locally.
 
     python benchmarks/one_rank.py 7b 8 train.layout=whole
     python benchmarks/one_rank.py 32b 16 train.layout=sharded --rounds 2
     python benchmarks/one_rank.py 14b 16 train.layout=hybrid                # two machines with 8 GPUs each
     python benchmarks/one_rank.py 7b 8 train.sequence_parallel=4 --new 32000 --prompts 1 --no-rollout
 
-The rank rolls out and trains on W1, unless said: 16 prompts with an image x 8 responses of 512 tokens. Its own part
-stands for that of every other rank, so the numbers mean nothing; what a collective would take is arithmetic
-(`saccade estimate`).
+By default the rank samples and trains on W1: 16 prompts with an image x 8 responses of 512 tokens. Its own shard stands
+for that of every other rank, so losses and samples mean nothing; the time of collectives is not measured
+(`saccade estimate` computes it).
 Prints a JSON object: seconds of each round, and GiB.
 """
 
@@ -49,7 +49,7 @@ WORK = WORKS["W1"] if CUDA else WORKS["W1"] | {"side": 56, "prompt": 40, "new": 
 
 
 def be_alone(gpus: int) -> None:
-    """Join a group of `gpus` ranks, of which there is this one."""
+    """Join a fake process group of `gpus` ranks, of which only this one exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     def scatter(out: Any, given: Any, *rest: Any, **more: Any) -> None:
@@ -77,7 +77,7 @@ def be_alone(gpus: int) -> None:
     machines._hosts = lambda: [float(rank // NODE) for rank in range(gpus)]
     dist.all_gather = gather_list
     divided._reduce_scatter = scatter
-    # Of a whole model, `out` is its weights: those of other ranks stay as they are. Of a hybrid one it is empty.
+    # With layout=whole, `out` is the weights, and those of other ranks stay unchanged. With hybrid, `out` is empty.
     divided.all_gather = lambda out, given, group=None: gather(out, given) if group else None
     sharded.gathered = whole
     sequence.all_to_all = all_to_all
@@ -102,7 +102,7 @@ def random_model(folder: Path, family: Any) -> Any:
 
 
 def clocked(call: Any) -> tuple[float, float]:
-    """Seconds, and the most GiB of the GPU that were in use meanwhile."""
+    """Seconds of a call, and peak GiB of the GPU."""
     if CUDA:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -154,7 +154,7 @@ def main() -> None:
     found["weights_gib"] = sum(t.nbytes for _, t in backend.local_weights()) / 2**30
     found["state_gib"] = sum(t.nbytes for t in state) / 2**30
     found["forests"] = len(batches)
-    given_back: list[tuple[Any, Any]] = []  # as a rank does with its copy, until it generates again
+    given_back: list[tuple[Any, Any]] = []  # freed weights of the copy, as a rank frees them between rollouts
     for turn in range(args.rounds):
         if engine is not None:
             if divides:

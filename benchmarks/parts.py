@@ -1,4 +1,4 @@
-"""Programs of the benchmarks as processes with a time limit, one result each.
+"""Runs programs of the benchmarks as processes with a time limit; each writes one result.
 
     bench = Bench(folder=Path("runs/x"), model=ensure_model(Path("runs/x/model"), "tiny"))
     run(bench, "saccade-t1", ("rl_step.py",), "T1", steps=2)["status"]       # ok | failed
@@ -25,12 +25,12 @@ from typing import Any
 from works import parse, write_rows
 
 HERE = Path(__file__).resolve().parent
-LIMIT = 520.0  # seconds of one part
-LOOK = 0.5  # seconds between two looks at the memory of the GPU
+LIMIT = 520.0  # seconds per part
+LOOK = 0.5  # seconds between two polls of the GPU's memory
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """The description as it is written, and the defaults of options that have one."""
+    """Shows the description as written, and the defaults of options that have one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
@@ -46,7 +46,7 @@ class Bench:
 def run(
     bench: Bench, name: str, program: Sequence[str], work: str, *, steps: int, more: Sequence = ()
 ) -> dict[str, Any]:
-    """The result of a program, or why there is none."""
+    """Run a program; returns its result, or the reason of its failure."""
     data = bench.folder / "data" / f"{work}-{steps}" / "train.jsonl"
     if not data.exists():
         write_rows(data.parent, str(bench.model), parse(work), steps)
@@ -64,7 +64,7 @@ def run(
 
 
 def start(command: Sequence[Any], *, log: Path, limit: float) -> tuple[float | None, str | None]:
-    """Most memory that the GPU held meanwhile, and what went wrong."""
+    """Run a command; returns the peak GiB in use on the GPU, and what went wrong, if anything."""
     paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     surroundings = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
     held: list[float] = []
@@ -83,7 +83,7 @@ def start(command: Sequence[Any], *, log: Path, limit: float) -> tuple[float | N
             while process.poll() is None and time.time() < end:
                 held += gpu_memory()
                 time.sleep(LOOK)
-        finally:  # also of who is interrupted: a part that runs on would hold the GPU
+        finally:  # also if interrupted: a part that goes on would hold the GPU
             late = process.poll() is None
             if late:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -96,7 +96,7 @@ def start(command: Sequence[Any], *, log: Path, limit: float) -> tuple[float | N
 
 
 def gpu_memory() -> list[float]:
-    """GiB in use now, by whatever process; nothing where it cannot be asked for."""
+    """GiB in use now on the GPU, by all processes; empty without nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     which = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -108,7 +108,7 @@ def gpu_memory() -> list[float]:
 
 
 def ensure_model(folder: Path, size: str, limit: float = LIMIT) -> Path:
-    """Built in a process of its own, which gives the memory of the GPU back."""
+    """Build the model if it is missing, in a separate process, so that the GPU's memory is freed."""
     if not folder.exists():
         require_gpu(size)
         code = f"import model; model.build({str(folder)!r}, {size!r})"
@@ -126,7 +126,7 @@ def require_gpu(size: str) -> None:
 
 
 def read(paths: Sequence[Path]) -> dict[str, Any]:
-    """Parts of several files: the last that succeeded, else the last."""
+    """Merge the parts of several files: for each the last that succeeded, else the first."""
     parts: dict[str, Any] = {}
     for path in paths:
         found = json.loads(path.read_text())["parts"] if path.exists() else {}
@@ -139,7 +139,7 @@ def write(path: Path, parts: dict[str, Any]) -> None:
 
 
 def warm(part: dict[str, Any], name: str) -> float | None:
-    """Median of the steps after the first, which loads kernels and lays out memory."""
+    """Median over the steps after the first, which loads kernels and allocates memory."""
     values = [step[name] for step in part["steps"][1:] or part["steps"] if name in step]
     return median(values) if values and None not in values else None
 

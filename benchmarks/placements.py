@@ -1,13 +1,13 @@
-"""What rollouts ahead of training would gain on several GPUs, together with training and beside it: a simulation of
-answers of very different lengths, with decode steps and updates as one H200 takes them. Nothing is generated.
+"""Simulates the gain of rollouts ahead of training on several GPUs, on the training GPUs (together) or on other GPUs
+(beside), for responses of very different lengths, with the decode and update times of one H200. Nothing is generated.
 
     python benchmarks/placements.py                  # 8 GPUs
     python benchmarks/placements.py --gpus 1         # as `ahead.py` measures
 
-Lengths are those of ahead.py (log-normal, median 400, one in a hundred 8,192), 128 answers for each GPU of a step. Step
-s begins when the weights are those after step s - 1 - k. Together, all GPUs sample and then train, and answers of later
-steps fill gaps only; beside training, the engines go on until weights are handed over. Either way what is unfinished is
-taken back, and its tokens are read again. Exchange and hand-over take no time here.
+Lengths are those of ahead.py (log-normal, median 400, one in a hundred 8,192), 128 responses per GPU and step. The
+rollout of step s begins with the weights after step s - 1 - k. Together, all GPUs sample and then train, and responses
+of later steps only fill gaps; beside, the engines go on sampling until new weights come. Either way unfinished
+responses continue with the new weights and prefill their tokens again. Moving data and weights takes no time here.
 """
 
 import argparse
@@ -16,22 +16,22 @@ from collections import deque
 
 import numpy as np
 
-ROWS, MILLISECONDS = (0, 1, 8, 32, 64, 128, 512), (2.79, 2.79, 2.79, 2.89, 3.22, 3.96, 8.50)  # of a decode step
-UPDATE, READ = 6.4 / 123_100, 1 / 80_000  # seconds of one GPU, for a token that was sampled, and for one that is read
+ROWS, MILLISECONDS = (0, 1, 8, 32, 64, 128, 512), (2.79, 2.79, 2.79, 2.89, 3.22, 3.96, 8.50)  # batch size, decode time
+UPDATE, READ = 6.4 / 123_100, 1 / 80_000  # seconds of one GPU per trained token, and per prefilled token
 LATER, PROMPT, ANSWERS, SLOTS = 2.3263, 368, 128, 512
 TICK = 0.02  # seconds
 
 
 class Gpu:
-    """One that samples."""
+    """A GPU that samples."""
 
     def __init__(self, slots: int) -> None:
-        self.slots, self.owed = slots, 0.0  # seconds of reading
-        self.waiting = deque[tuple[float, int]]()  # lengths with their steps, the oldest step first
-        self.left, self.done, self.step = np.zeros(0), np.zeros(0), np.zeros(0, int)  # of each live answer
+        self.slots, self.owed = slots, 0.0  # `owed`: seconds of prefill still to do
+        self.waiting = deque[tuple[float, int]]()  # (length, step) of waiting responses, the oldest step first
+        self.left, self.done, self.step = np.zeros(0), np.zeros(0), np.zeros(0, int)  # of each live response
 
     def advance(self) -> np.ndarray:
-        """The steps of the answers that end in a tick."""
+        """Simulate one tick; returns the step of each response that ends in it."""
         if more := [self.waiting.popleft() for _ in range(min(len(self.waiting), self.slots - len(self.left)))]:
             lengths, steps = zip(*more, strict=True)
             self.left, self.step = np.append(self.left, lengths), np.append(self.step, steps)
@@ -50,18 +50,18 @@ class Gpu:
 
 
 def drawn(gpus: int, steps: int, median: int, most: int) -> np.ndarray:
-    """[steps, answers]: tokens."""
+    """Response lengths in tokens: [steps, responses]."""
     spread = math.log(most / median) / LATER
     normal = np.random.default_rng(0).standard_normal((steps, gpus * ANSWERS))
     return (median * np.exp(spread * normal)).clip(8, most)
 
 
 def seconds(lengths: np.ndarray, gpus: int, ahead: int, engines: int) -> float:
-    """Of a step. `engines`: GPUs that only sample, while the others train; 0: all do both in turn."""
+    """Seconds per step. `engines`: GPUs that only sample while the others train; 0: all do both in turn."""
     steps = len(lengths)
     sampling = [Gpu(SLOTS if engines else ANSWERS) for _ in range(engines or gpus)]
     left, begun, trained, now = [gpus * ANSWERS] * steps, 0, 0, 0.0
-    busy, ends = math.inf, list[float]()  # until when an update takes
+    busy, ends = math.inf, list[float]()  # `busy`: end of the running update; inf: none runs
     while trained < steps:
         while begun < min(steps, trained + 1 + ahead):
             for number, length in enumerate(lengths[begun]):
@@ -79,7 +79,7 @@ def seconds(lengths: np.ndarray, gpus: int, ahead: int, engines: int) -> float:
             for gpu in sampling:
                 for step in gpu.advance():
                     left[step] -= 1
-    first = 2 + ahead  # steps that fill the pipe; the last have nothing to run ahead with
+    first = 2 + ahead  # the first steps fill the pipeline; the last cannot run ahead
     last = steps - 1 - ahead
     return (ends[last] - ends[first]) / (last - first)
 

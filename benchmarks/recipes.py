@@ -1,11 +1,11 @@
-"""What the recipes in configs/ need, by `saccade estimate`: written into their first lines.
+"""Memory needs of the recipes in configs/, by `saccade estimate`, for the comments at their top.
 
     python benchmarks/recipes.py              # prints a line for each
-    python benchmarks/recipes.py --write      # and writes it behind the comments of the file
+    python benchmarks/recipes.py --write      # also writes it below the first comments of the file
     python benchmarks/recipes.py --only 8gpu  # those with this in their names
 
-Models have the published shapes and no weights; prompts are as long as the recipe allows. Recipes whose models have
-another shape than those below say it in words of their own.
+Models have the published shapes and no weights; prompts are as long as the recipe allows. Recipes whose models are not
+in the table below have hand-written lines.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SHAPES = {
     "Llama-3-8b-sft": LLAMA_8B,
     "Llama-3-8b-rm": LLAMA_8B,
 }
-LEARNED = {  # recipes that go on with what another has trained
+LEARNED = {  # recipes that start from a model that another recipe has trained → the base model
     "lmmr1_mgt_geo": "Qwen2.5-VL-3B-Instruct",
     "lmmr1_mgt_percereas": "Qwen2.5-VL-3B-Instruct",
     "minio3_rl": "Qwen2.5-VL-7B-Instruct",
@@ -71,7 +71,7 @@ LEARNED = {  # recipes that go on with what another has trained
 
 
 def needs(file: Path, scratch: Path) -> str:
-    """What to write into a recipe; nothing where its model is not known here."""
+    """The text for a recipe; empty if the shape of its model is not known here."""
     lines = file.read_text(encoding="utf-8").splitlines()
     command = lines[0].split()[2]
     config = load(file, command=command)
@@ -87,7 +87,7 @@ def needs(file: Path, scratch: Path) -> str:
         tiny.build(kind, folder)
         (enlarge if kind == "qwen2_5_vl" else widen)(folder, sizes)
     config = load(file, [f"model.path={folder}"], command)
-    if config.run.gpus > 1:  # which it names
+    if config.run.gpus > 1:  # its second line names them
         card = next(CARDS[size] for size in CARDS if f"GPUs of {size} GB" in lines[1])
         return f"{of_several(estimate(config, devices.named(card), command=command))} {MARK}"
     found = {size: estimate(config, devices.named(card), command=command) for size, card in CARDS.items()}
@@ -111,7 +111,7 @@ def of_several(found: Estimate) -> str:
 
 
 def widen(folder: Path, sizes: dict[str, Any]) -> None:
-    """The config of a tiny model becomes that of a large one, part by part where it has parts; its weights go."""
+    """Change the config of a tiny model folder to large sizes, per sub-config if it has any; delete its weights."""
     described = json.loads((folder / "config.json").read_text())
     parts = sizes if "text_config" in sizes else {"text_config": sizes}
     for name, of_part in parts.items():

@@ -1,4 +1,4 @@
-"""The classic loop on a made task with pictures: demonstrations, a reward model from pairs, PPO.
+"""RLHF on a synthetic task with pictures: SFT on demonstrations, a reward model from pairs, PPO.
 
     python benchmarks/reward_model.py --out runs/rlhf --picture docs/images/reward-model.svg
 
@@ -28,7 +28,7 @@ from saccade.plugins.quickstart.quickstart import WORDS
 COLOURS = counting.TRAINING_COLOURS
 QUESTION = "how many objects ?"  # the words of the tiny model; the demonstrations say what it means
 KNOWN = 0.25  # share of demonstrations that do not guess
-BABBLING = 0.3  # share of pairs whose worse side goes on after the right answer
+BABBLING = 0.3  # share of pairs whose rejected side is the right answer and another colour
 STEPS = {"sft": 60, "rm": 60, "ppo": 80}
 CURVES = {
     "rm": ("val/pairs/accuracy", "Reward model: pairs in the right order"),
@@ -37,8 +37,8 @@ CURVES = {
 
 
 def write_rows(folder: Path, seed: int) -> None:
-    """shown: answered by a guesser; pairs: right before wrong; questions: with the answer, which
-    only validation looks at.
+    """Write three files per split. shown: demonstrations that mostly guess; pairs: right over wrong;
+    questions: with the answer, which only validation uses.
     """
     rng = random.Random(seed)
     for split, count in {"train": 768, "held": 128}.items():
@@ -54,14 +54,14 @@ def write_rows(folder: Path, seed: int) -> None:
             row = {"id": scene["id"], "images": scene["images"], "prompt": f"<image>{QUESTION}"}
             rows["questions"].append(row | {"answer": right})
             rows["pairs"].append(row | {"chosen": right, "rejected": wrong})
-            rows["shown"].append(row | {"chosen": guess, "rejected": "none"})  # sft takes the first
+            rows["shown"].append(row | {"chosen": guess, "rejected": "none"})  # sft trains on `chosen`
         for kind, listed in rows.items():
             text = "".join(json.dumps(row) + "\n" for row in listed)
             (folder / f"{split}-{kind}.jsonl").write_text(text)
 
 
 def run(folder: Path, seed: int, steps: Mapping[str, int] = STEPS) -> dict[str, Any]:
-    """All three stages; the curves of the last two as (step, value)."""
+    """Run all three stages; returns the curves of the last two as (step, value)."""
     write_rows(folder / "rows", seed)
     start = tiny.build("qwen2_5_vl", folder / "model", words=WORDS, seed=seed)
     common = {
@@ -103,12 +103,12 @@ def run(folder: Path, seed: int, steps: Mapping[str, int] = STEPS) -> dict[str, 
             "val.n": 4,  # sampled, as in training
             "rollout.max_tokens": 2,
             "reward.terms": [learned, {"verifier": "exact", "weight": 0.0}],
-            "reward.accuracy_term": "exact",  # what is reported; its weight is 0
+            "reward.accuracy_term": "exact",  # reported as accuracy; its weight in the reward is 0
             "algorithm.preset": "ppo",
-            "algorithm.kl.coef": 0.1,  # holds it to answers that the pairs have taught about
+            "algorithm.kl.coef": 0.1,  # keeps it near responses that the reward model has learned about
             "algorithm.critic.path": end("rm"),
             "algorithm.critic.lr": 2e-3,
-            "algorithm.entropy_coef": 0.01,  # a tiny model gives up a colour early
+            "algorithm.entropy_coef": 0.01,  # else a tiny model stops sampling a colour early
             "train.prompts_per_step": 32,
             "train.samples_per_prompt": 4,
             "train.lr": 1e-3,

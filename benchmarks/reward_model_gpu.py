@@ -3,9 +3,9 @@
     python benchmarks/reward_model_gpu.py                      # one GPU of 80 GB or more
     python benchmarks/reward_model_gpu.py --size tiny --pairs 32 --per-step 8   # seconds on a CPU
 
-Weights are random: they do not change the speed. Prints seconds, pairs and tokens per second and
-peak memory of training, of the folder that is written, and of scoring with the weights resting in
-main memory before and after; with --out also as JSON.
+Weights are random, which does not change the speed. Prints seconds, pairs and tokens per second and
+peak memory of training, of saving, and of scoring with weights that are offloaded to main memory
+before and after; with --out also writes them as JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COLOURS = tuple(counting.COLOURS)
 
 
 def write_pairs(folder: Path, count: int, *, side: int, reply: int) -> Path:
-    """A shape whose colour has a word of its own; the other side names another colour."""
+    """Write pairs about a picture of one shape: `chosen` names its colour, `rejected` another colour."""
     shapes = counting.counting_split(
         count, seed=0, colours=COLOURS, counts=(1, 1), size=side, radius=(side // 4, side // 3)
     )
@@ -62,7 +62,7 @@ def write_pairs(folder: Path, count: int, *, side: int, reply: int) -> Path:
 
 @contextmanager
 def measured(found: dict[str, Any], name: str) -> Iterator[None]:
-    """Seconds of a phase and the most memory that it took."""
+    """Add the seconds and the peak GPU memory of a phase to `found`."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.synchronize()
@@ -76,7 +76,7 @@ def measured(found: dict[str, Any], name: str) -> Iterator[None]:
 
 
 def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) -> Sequence[Sample]:
-    """One pass over the rows; the model's folder is what is left of it."""
+    """Train for one pass over the rows and write the model to `folder`."""
     family = model_setup.family_of(config, config.model.path)
     task = rows_of(config, family)
     data = task.load(config.data.train)

@@ -1,9 +1,9 @@
 """A reward service under load on this machine, with one of its workers killed on the way.
 
-Starts `saccade serve-reward` with the math reward, then sends many samples at once: as old clients
-do, every sample in a request and a connection of its own, and through our client, which gathers
-them. When half are scored, one worker process gets SIGKILL. Checks that every sample got its own
-right reward once, then prints latencies and throughput.
+Starts `saccade serve-reward` with the math reward, then sends many samples at once: each in its own
+request and connection, as clients of OpenRLHF do, and through saccade's client, which batches them.
+When half are scored, one worker process gets SIGKILL. Checks that every sample got its own correct
+reward once, then prints latencies and throughput.
 
     python benchmarks/reward_service.py --samples 1000 --workers 2 --out reward_service.json
 """
@@ -36,7 +36,7 @@ from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 
 TOKEN = "sesame"
-KINDS = (  # gold and a right answer, by number
+KINDS = (  # gold and a right answer, for a number n
     (r"\frac{{{n}}}{{2}}", "{n}/2"),
     ("x^2-{n}x", "x(x-{n})"),
     ("{n} cm", "{n}0 mm"),
@@ -85,7 +85,7 @@ class Running:
 
 @contextmanager
 def service(folder: Path, *options: str) -> Iterator[Running]:
-    """`saccade serve-reward` as a process of its own, until the end of the block."""
+    """Run `saccade serve-reward` in its own process until the end of the block."""
     log = folder / "scored.jsonl"
     command = [sys.executable, "-m", "saccade", "serve-reward", "--port", "0", *options]
     process = subprocess.Popen(
@@ -105,7 +105,7 @@ def service(folder: Path, *options: str) -> Iterator[Running]:
 
 
 def alone(running: Running, number: int) -> float:
-    """As an old client asks for one sample."""
+    """Score one sample in its own request, as clients of OpenRLHF do."""
     asked, _ = sample(number)
     body = {"query": [asked.response], "prompts": [""], "labels": [asked.answer]}
     request = urllib.request.Request(
@@ -118,7 +118,7 @@ def alone(running: Running, number: int) -> float:
 
 
 def load(running: Running, count: int, ask: Callable[[int], float], *, kill: bool) -> dict[str, Any]:
-    """Everything at once, from a thread each; a worker dies when half are back."""
+    """Send all samples at once, each from its own thread; with `kill`, kill a worker when half are scored."""
     rewards: list[float | None] = [None] * count
     seconds = [0.0] * count
     done, killed = threading.Semaphore(0), []
@@ -159,7 +159,7 @@ def load(running: Running, count: int, ask: Callable[[int], float], *, kill: boo
 
 
 def at_home(count: int, workers: int) -> float:
-    """Samples a second with the same processes and no service between, after a warm-up."""
+    """Samples per second with the same number of workers but without the service, after a warm-up."""
     config = RewardConfig(terms=["math"], workers=workers)
     given = [sample(number)[0] for number in range(count)]
     with Scorer(config, prompt_format="think_answer", max_tokens=64) as scorer:
@@ -175,7 +175,7 @@ def measure(count: int, workers: int, *, kill: bool = True) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         options = ("reward.terms=[math]", f"reward.workers={workers}")
         with service(Path(folder), *options) as running:
-            few, scored = 8 * workers, 0  # to start workers, and to notice one that is dead
+            few, scored = 8 * workers, 0  # `few` samples start the workers, and replace a killed one
             os.environ["REWARD_SERVICE_TOKEN"] = TOKEN
             settings = RemoteConfig(url=(running.url,), token="REWARD_SERVICE_TOKEN")
             client = Remote(settings)

@@ -1,4 +1,4 @@
-"""How long rewards take: cheap verifiers in place, and math in its worker processes.
+"""Measures the time of rewards: cheap verifiers in this process, and math in worker processes.
 
 python benchmarks/rewards_speed.py
 """
@@ -17,7 +17,7 @@ COUNTING = "<think>I count the things one by one</think>\n<answer>{}</answer>"
 
 
 def seconds(terms: list[str], samples: list[RewardSample]) -> tuple[float, float]:
-    """The first pass, which starts the processes, and the best of the following ones."""
+    """Seconds of the first pass, which starts the processes, and of the fastest of the following ones."""
     with Scorer(RewardConfig(terms=terms), prompt_format="think_answer", max_tokens=64) as scorer:
         times = []
         for _ in range(6):

@@ -4,11 +4,11 @@
     python benchmarks/rl_step.py --work W1,samples=64,new=128 model.checkpointing=on
     python benchmarks/rl_step.py --work W1 --exact rollout.engine=vllm rollout.memory_share=0.4
 
-The works are those of works.py, the model has the shape of Qwen2.5-VL-3B unless --model names a
-folder. No checkpoint is written. "Used" is what the device has given away when a phase ends, to
-whomever: an engine that sleeps has given its part back, though torch still counts it as peak. With
---exact the first step also says how far the log-probs of engine and trainer are from those that
-float32 gives, so that rounding can be told from an error.
+Workloads are those of works.py; the model has the shape of Qwen2.5-VL-3B unless --model names a
+folder. No checkpoint is written. "Used" is the device memory in use by all processes when a phase
+ends: an engine that sleeps has freed its part, which torch's peak still includes. With --exact the
+first step also prints how far the log-probs of engine and trainer are from those in float32, so
+that rounding can be told from an error.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def config(folder: Path, model: str, data: Path, work: Work, steps: int) -> dict
 
 
 def run(settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = False) -> list[dict[str, Any]]:
-    """The metrics of every step, with what it trained on."""
+    """Run the steps; returns their metrics, with counts of trained tokens and images and the used memory."""
     trained: list[dict[str, Any]] = []
     used: dict[str, float] = {}
     train_step, phase = LocalBackend.train_step, Run.phase
@@ -88,12 +88,12 @@ def run(settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = Fal
         with phase(run, name):
             yield
         if name == "rollout":
-            used = {}  # of this step, read by the reference that `counted` keeps
+            used = {}  # a new dict per step: `counted` stores it, and later phases add to it
         used[name] = gib_used()
 
     LocalBackend.train_step = counted  # type: ignore[method-assign]
     Run.phase = measured  # type: ignore[method-assign, assignment]
-    Checkpointer.due = lambda self, step: False  # type: ignore[method-assign]  # 50 GB, unread
+    Checkpointer.due = lambda self, step: False  # type: ignore[method-assign]  # 50 GB that nothing reads
     Run.save = lambda run, *, last=False: None  # type: ignore[method-assign]
     saccade.rl(settings, *overrides)
     rows = [r for r in read_metrics(Path(settings["run.out"]) / "run") if "time/update" in r]
@@ -119,7 +119,7 @@ def gib_used() -> float:
 
 
 def summary(row: dict[str, Any]) -> dict[str, Any]:
-    """A step in the form that all systems share."""
+    """The numbers of a step under the names that all systems share."""
     return {
         "whole": row["time/step"],
         "rollout": row["time/rollout"],
@@ -135,7 +135,7 @@ def summary(row: dict[str, Any]) -> dict[str, Any]:
         "update_gib": row["used"]["update"],
         "mfu_update": row.get("perf/mfu_update"),
         "tflop_update": row.get("flops/update"),
-        "tflop_recomputed": row.get("flops/recomputed"),  # beside them, for want of memory
+        "tflop_recomputed": row.get("flops/recomputed"),  # in addition, to save memory
         "bandwidth_rollout": row.get("perf/bandwidth_rollout"),
         "gap_mean": row.get("mismatch/logp_gap_mean"),
         "gap_max": row.get("mismatch/logp_gap_max"),

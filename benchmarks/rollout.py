@@ -1,4 +1,4 @@
-"""Rollouts of saccade alone: prompts in, sampled tokens with their log-probs out, images included.
+"""Rollouts of saccade without training: prompts with images in, sampled tokens with log-probs out.
 
     python benchmarks/rollout.py --work W1,prompts=64 --model runs/3b --data runs/data/train.jsonl
 

@@ -1,15 +1,15 @@
 """How step time and memory of saccade grow with group size, prompt, response and model.
 
-    python benchmarks/scaling.py                            # all points that are not there yet
+    python benchmarks/scaling.py                            # all points without a result
     python benchmarks/scaling.py --axis group prompt        # those of some axes
     python benchmarks/scaling.py --ends                     # the base and the ends of each axis
-    python benchmarks/scaling.py --show --merge other.json  # only bring results together
+    python benchmarks/scaling.py --show --merge other.json  # only merge results
     python benchmarks/scaling.py --tiny --folder runs/dry   # all of it on a CPU in minutes
 
 All points change one number of the same base: 4 prompts x 8 rollouts, one 224 x 224 image (64
 image tokens), a prompt of 512 tokens, 512 new tokens, Qwen2.5-VL-3B shape, all weights trained. A
-point is a process of two steps of which the second counts. Writes FOLDER/results.json after each
-point and FOLDER/scaling.svg at the end, prints a table; a point that does not fit says so in it.
+point is a process of two steps, of which the second counts. Writes FOLDER/results.json after each
+point and FOLDER/scaling.svg at the end, and prints a table, also of points that do not fit.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from works import parse
 @dataclass(frozen=True, kw_only=True)
 class Axis:
     title: str
-    key: str  # of the work, or "size"
+    key: str  # a number of the workload, or "size"
     values: tuple[Any, ...]
-    options: tuple[str, ...] = ()  # of saccade
+    options: tuple[str, ...] = ()  # config overrides
 
 
 Rows = list[tuple[Any, Mapping[str, Any]]]  # value on the axis, result
@@ -56,7 +56,7 @@ MEMORY = {"peak": "#2f8f4e"}
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A run. Axes that cross in the base share it."""
+    """One run. Axes share the run at the base, where they cross."""
 
     size: str
     work: str
@@ -68,7 +68,7 @@ class Point:
 
 
 def points(axis: Axis, base: str, size: str) -> list[Point]:
-    """One for each value, in the order of the values."""
+    """One point for each value of the axis, in their order."""
     name, numbers = base.split(",")[0], parse(base)
     found = []
     for value in axis.values:
@@ -80,7 +80,7 @@ def points(axis: Axis, base: str, size: str) -> list[Point]:
 
 
 def by_axis(parts: Mapping[str, Any], axes: Mapping[str, Axis], base: str, size: str) -> dict[str, Rows]:
-    """Value and result of every point that was run."""
+    """For each axis, value and result of every point that was run."""
     found = {
         name: [
             (value, parts[point.name])
@@ -93,7 +93,7 @@ def by_axis(parts: Mapping[str, Any], axes: Mapping[str, Axis], base: str, size:
 
 
 def numbers(part: Mapping[str, Any]) -> dict[str, float | None]:
-    """What is shown of a point that ran."""
+    """The numbers shown of a point that ran."""
     found = {key: warm(part, key) for key in ("whole", "rollout", "update", "mfu_update")}
     tokens = warm(part, "generated")
     return found | {
@@ -184,13 +184,13 @@ def _panel(
 
 
 def _round_up(value: float) -> float:
-    """To a number with one or two digits that is easy to halve."""
+    """Round up to a number with one or two digits that is easy to halve."""
     unit = 10.0 ** math.floor(math.log10(value))
     return next(unit * step for step in (1, 2, 4, 6, 8, 10) if unit * step >= value)
 
 
 def _plain(base: str) -> str:
-    """As `points` writes it when nothing is changed."""
+    """The workload of the base, as `points` writes it."""
     return ",".join([base.split(",")[0], *(f"{k}={n}" for k, n in parse(base).items())])
 
 

@@ -4,9 +4,9 @@
     python benchmarks/update.py W1/auto --profile W1/auto   # also: which kernels take the time
     python benchmarks/update.py --size 0.5b --lora 64 W1,prompts=4,side=224,prompt=512/auto@24
 
-A variant is a work of works.py and a setting of model.checkpointing; with :TOKENS behind it
-another micro_tokens and with @GIB a limit of memory as run.gpu_memory_gib. Prints seconds of the whole
-step and of its parts, FLOPs that the forests need over the peak of the GPU, and memory.
+A variant is a workload of works.py and a value of model.checkpointing; append :TOKENS for another
+micro_tokens and @GIB for a memory limit (run.gpu_memory_gib). Prints seconds of the whole step and
+of its parts, MFU (FLOPs of the forests over the peak of the GPU), and memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CLOCKED = {"hidden_at": "forward", "read": "forward + head", "sum_gradients": "g
 
 
 def family_and_model(folder: Path, size: str, rank: int) -> tuple[Family, Any]:
-    """Random weights in memory only: to write them would take longer than to train on them."""
+    """Random weights in memory only: writing them would take longer than training on them."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tiny.build("qwen2_5_vl", folder)
@@ -112,7 +112,7 @@ def forests(family: Family, groups: list[Group], micro_tokens: int) -> list[Batc
 
 
 class Clock:
-    """GPU time inside some functions, by events: nothing waits until the end."""
+    """Measures GPU time inside functions with CUDA events; synchronizes only at the end."""
 
     def __init__(self) -> None:
         self.events: dict[str, list[tuple[Any, Any]]] = defaultdict(list)

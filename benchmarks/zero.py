@@ -1,11 +1,11 @@
-"""DeepSpeed's ZeRO and our layouts: the same forests on two CPU processes, against one process that has all of them.
+"""Compares DeepSpeed ZeRO and saccade's layouts: the same forests on two CPU processes, against one with all of them.
 
     PYTHONPATH=. DS_ACCELERATOR=cpu python benchmarks/zero.py
     PYTHONPATH=. DS_ACCELERATOR=cpu python benchmarks/zero.py --text-only    # one rank has no image
 
 Needs `pip install deepspeed` and a compiler, and its `deepspeed_shm_comm` extension, which two ranks must not build at
 once. Prints for each: the largest difference of a weight after three updates, and megabytes of weights and optimizer
-that a rank holds, in float32. A way that fails or hangs for 300 s is named so.
+state per rank, in float32. One that fails or hangs for 300 s is reported as such.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRAIN, LR, LIMIT = TrainConfig(), 1e-3, 300.0
 
 
 class Zero(LocalBackend):
-    """Reads forests as ours does; DeepSpeed keeps the weights, sums, clips and steps."""
+    """Forward and loss of LocalBackend; DeepSpeed holds the weights, and reduces, clips and applies gradients."""
 
     def __init__(self, model: Any, family: Any, stage: int) -> None:
         import deepspeed
@@ -71,7 +71,7 @@ class Zero(LocalBackend):
             self.deepspeed.set_gradient_accumulation_boundary(place == len(filled) - 1)
             real = place < len(batches)
             value = self.deepspeed(lambda b=batch, r=real: loss.read(self, b)()[0] if r else self.nothing(b))
-            self.deepspeed.backward(value * dist.get_world_size())  # it divides by the ranks
+            self.deepspeed.backward(value * dist.get_world_size())  # DeepSpeed divides by the number of ranks
             self.deepspeed.step()
 
     def nothing(self, batch: Any) -> Any:
@@ -105,7 +105,7 @@ def work(way: str, rank: int, folder: Path, text_only: bool) -> None:
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
     groups = groups_of(family, WORKS["T2"] | {"prompts": 6, "samples": 8})
     pictures, others = forests(family, groups[:4], 1)[:4], forests(family, without_pictures(groups[4:]), 1)[:2]
-    # Scales are those of all forests together.
+    # Loss scales are set before forests are dealt to ranks, so they are the same for every way.
     dealt = [pictures, others] if text_only else [[*pictures[:2], others[0]], [*pictures[2:], others[1]]]
     mine = [*pictures, *others] if ranks == 1 else dealt[rank]
     loss = PolicyLoss(resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=64), Scoring())

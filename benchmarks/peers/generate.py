@@ -1,4 +1,4 @@
-"""Rollouts by `generate` of transformers.
+"""Rollouts with `generate` of transformers.
 
 python -m peers.generate --model M --data D --work W1 --result R      (in benchmarks/)
 """

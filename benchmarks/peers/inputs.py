@@ -1,4 +1,4 @@
-"""The rows of a work as transformers and vLLM take them.
+"""The rows of a workload as inputs for transformers and vLLM.
 
 prompts, images = step_inputs(Path("data/train.jsonl"), work, step=0)
 batch = processor("runs/3b")(text=prompts, images=images, return_tensors="pt")
@@ -20,7 +20,7 @@ from works import Work, parse, read_rows
 
 
 class PictureProcessor(QwenProcessor):
-    """Their processor without its video half, which cannot be built without torchvision."""
+    """The processor of transformers without its video part, which needs torchvision."""
 
     def __init__(self, image_processor: Any, tokenizer: Any, chat_template: Any = None) -> None:
         self.image_token, self.video_token = "<|image_pad|>", "<|video_pad|>"
@@ -40,8 +40,8 @@ def processor(folder: str) -> Any:
 
 
 def placeholder_ids(folder: str) -> list[int]:
-    """Ids that stand for media. A model that samples one without giving a picture stops a trainer
-    that counts pictures against them, so none may sample them.
+    """Ids of media placeholders, which must not be sampled: a trainer that matches placeholders with
+    pictures would fail.
     """
     config = json.loads((Path(folder) / "config.json").read_text())
     return sorted(config[f"{name}_token_id"] for name in ("image", "video", "vision_start", "vision_end"))
@@ -62,7 +62,7 @@ def step_inputs(data: Path, work: Work, step: int, made: Any) -> tuple[list[str]
 
 
 def arguments(about: str | None, more: Sequence[tuple[str, dict[str, Any]]] = ()) -> Any:
-    """What all peers are told on their command line."""
+    """Parse the command line options of all peers, and `more`."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--model", required=True)
     parser.add_argument("--data", type=Path, required=True)

@@ -1,10 +1,10 @@
-"""Whole GRPO steps of TRL, split into phases; generation by transformers or by vLLM in the same
+"""Whole GRPO steps of TRL, split into phases; generation by transformers, or by vLLM in the same
 process.
 
 python -m peers.trl_step --model M --data D --work W1 --result R --engine vllm   (in benchmarks/)
 
-`rollout` is generation with the sync of weights before it, `prepare` what follows until the first
-forward (rewards, processing of images, old log-probs where TRL wants them), `update` the rest.
+`rollout`: weight sync and generation; `prepare`: everything until the first forward (rewards,
+processing of images, old log-probs if TRL needs them); `update`: the rest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def score(completion_ids: list[list[int]], **columns: Any) -> list[float]:
 
 
 def generation(engine: str, work: Work, banned: list[int], memory: float) -> dict[str, Any]:
-    """Exactly `new` tokens each, and no placeholder among them."""
+    """Options for exactly `new` tokens per response, without placeholders."""
     if engine == "transformers":
         return {"generation_kwargs": {"min_new_tokens": work["new"], "suppress_tokens": banned}}
     return {
@@ -64,7 +64,7 @@ def generation(engine: str, work: Work, banned: list[int], memory: float) -> dic
 
 
 class Meter(TrainerCallback):
-    """Seconds and counts of each step, from one end to the next."""
+    """Seconds and counts of each step, from the end of the previous one."""
 
     def __init__(self, trainer: GRPOTrainer, work: Work, banned: list[int]) -> None:
         self.trainer, self.work, self.banned = trainer, work, set(banned)
@@ -121,7 +121,7 @@ class Meter(TrainerCallback):
                 "prepare": now["prepare"] - now["rollout"],
                 "update": whole - now["prepare"],
                 "sequences": now["sequences"],
-                "images": now["seen"] // self.work["samples"],  # TRL repeats them
+                "images": now["seen"] // self.work["samples"],  # TRL repeats the image for each sample
                 "prompt_tokens": now["prompt_tokens"],
                 "generated": now["generated"],
                 "trained": int(sum(self.trained)),

@@ -12,7 +12,7 @@ import torch
 from peers.inputs import arguments, processor, step_inputs
 from works import sequences, write_result
 
-# Its sampler of choice is compiled at the first call, by a compiler that may be absent.
+# vLLM's default sampler is compiled at the first call, and the compiler may be missing.
 os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 SHARE = ("--memory", {"type": float, "default": 0.6, "help": "share of the GPU that vLLM takes"})
 # On a CPU (the dry run of the tiny model): float32, nothing compiled.
