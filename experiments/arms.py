@@ -1,5 +1,5 @@
-"""Arms and seeds of an experiment as `saccade` commands, several at once; a small JSON is kept of each run. Knows
-nothing of what is compared; pages.py reads the JSONs.
+"""Runs the arms and seeds of an experiment as `saccade` commands, several at once, and stores a small JSON of each run.
+Does not interpret results; pages.py reads the JSONs.
 
     jobs = [Job(arm="grpo", seed=0, command="rl", options=("rl.yaml", "train.lr=1e-5"), after="cold")]
     run_all(jobs, Path("runs/language"), at_once=4, until=time.time() + 600)
@@ -30,13 +30,13 @@ from saccade.run.loggers import read_metrics
 from saccade.system.revision import revision
 
 ROOT = Path(__file__).resolve().parents[1]
-# Of a run: what validations found, and of training at most so many steps; `rollouts` are all drawn so far.
+# Metrics that are stored of a run; `rollouts` are all that were sampled so far, dropped ones included.
 STORED = re.compile(
     r"val/.*/(reward|accuracy(_within_\d+_turns)?|turns/(mean|end/\w+)|pass@\d+|response_mean|truncated_frac|items)"
     r"|reward/(accuracy|learned)|length/response_mean|group/dead_frac|policy/(entropy|kl_ref)|sft/loss|rollouts"
     r"|mismatch/(ess|logp_gap_max)|data/staleness_mean|time/validation"
 )
-STEPS, SAID, LONG = 60, 4, 80  # also so many answers, cut to so many characters
+STEPS, SAID, LONG = 60, 4, 80  # points per metric; sample answers, and their characters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class Job:
     seed: int
     command: str  # rl, sft, eval, …
     options: tuple[str, ...]  # YAML files, then options
-    after: str = ""  # the arm whose model of the same seed it starts from, or has where its options say {after}
-    of_seed: int | None = None  # the seed of that model, where it is another
+    after: str = ""  # arm whose model of the same seed is the start, or replaces {after} in the options
+    of_seed: int | None = None  # seed of that model, if it is not the same
 
     @property
     def name(self) -> str:
@@ -60,14 +60,14 @@ class Job:
 def run_all(
     jobs: Sequence[Job], out: Path, *, at_once: int = 1, until: float = math.inf, commit: str = ""
 ) -> list[str]:
-    """Every job whose OUT/results/NAME.json is not there, parents first; returns those that failed. With `at_once` 0
-    they run in this process. What still runs at the time `until` is ended: it starts anew the next time.
+    """Run every job without OUT/results/NAME.json, parents first; returns the names of those that failed. With
+    `at_once` 0 they run in this process. Jobs still running at time `until` are killed; the next call restarts them.
     """
     results, failed = out / "results", list[str]()
     results.mkdir(parents=True, exist_ok=True)
     named = {job.name: job for job in jobs}
     waiting = {name: job for name, job in named.items() if not (results / f"{name}.json").exists()}
-    for job in [*waiting.values()]:  # a parent that ran before, whose model is gone, runs again
+    for job in [*waiting.values()]:  # a parent with a result but without a checkpoint runs again
         while job.after and model_of(out, job := named[job.parent]) is None:
             waiting = {job.name: job} | waiting
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
@@ -79,7 +79,7 @@ def run_all(
                 failed.append(waiting.pop(name).name)
             elif job.parent not in blocked and len(running) < max(1, at_once):
                 waiting.pop(name)
-                shutil.rmtree(out / name, ignore_errors=True)  # of a run that was ended
+                shutil.rmtree(out / name, ignore_errors=True)  # left by a run that was killed
                 began = time.time()
                 running[name] = (start(job, out, named.get(job.parent), at_once), began)
         time.sleep(0.1 if at_once else 0)
@@ -116,7 +116,7 @@ def last_lines(log: Path) -> str:
 
 
 class Done:
-    """A process that ended with this code."""
+    """Stands for a process that has ended with this exit code."""
 
     def __init__(self, code: int) -> None:
         self.poll = self.wait = lambda: code
@@ -132,11 +132,11 @@ def start(job: Job, out: Path, parent: Job | None, at_once: int) -> Any:
     if not at_once:
         try:
             run_recipe(job.command, arguments)
-        except Exception:  # other runs go on
+        except Exception:  # the other runs continue
             (out / f"{job.name}.log").write_text(traceback.format_exc(), encoding="utf-8")
             return Done(1)
         return Done(0)
-    if memory := of_gpu("memory.total"):  # of which each run takes its share
+    if memory := of_gpu("memory.total"):  # MiB, divided among the runs
         arguments.append(f"run.gpu_memory_gib={0.95 * float(memory) / 1024 / at_once:.1f}")
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // at_once))
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -148,19 +148,19 @@ def start(job: Job, out: Path, parent: Job | None, at_once: int) -> Any:
 
 
 def model_of(out: Path, job: Job) -> Path | None:
-    """The last checkpoint of a run that has ended."""
+    """The last checkpoint of a finished run; None if there is none."""
     saved = out.glob(f"{job.name}/checkpoints/step-*") if (out / "results" / f"{job.name}.json").exists() else ()
     return max(saved, key=lambda path: int(path.name.partition("-")[2]), default=None)
 
 
 def of_gpu(field: str) -> str:
-    """What nvidia-smi says of the first GPU; empty without one."""
+    """A field of nvidia-smi for the first GPU; empty without nvidia-smi."""
     asked = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     return subprocess.check_output(asked, text=True).splitlines()[0] if shutil.which(asked[0]) else ""
 
 
 def curves_of(out: Path, job: Job) -> tuple[dict[str, Any], str]:
-    """Of each metric step, seconds since the first row, and value; nothing and the reason where a run has no rows."""
+    """Returns (step, seconds since the first row, value) by metric, and ""; without rows {} and the reason."""
     folder = f"{job.name}-eval" if job.command == "eval" else job.name
     if job.command == "eval":
         sets = json.loads((out / folder / "results.json").read_text())
@@ -183,7 +183,7 @@ def curves_of(out: Path, job: Job) -> tuple[dict[str, Any], str]:
 
 
 def said_by(folder: Path) -> list[tuple[str, str]]:
-    """Right answers and what is said in their place, of the last validation's first rollouts."""
+    """(right answer, response) of the first rollouts of the last validation."""
     stored = max(folder.glob("trajectories/val/*/*.jsonl"), key=lambda path: path.stat().st_mtime, default=None)
     rows = [json.loads(line) for line in stored.open(encoding="utf-8")][:SAID] if stored else []
     last = [row["messages"][-1]["content"] for row in rows]
@@ -195,7 +195,7 @@ def said_by(folder: Path) -> list[tuple[str, str]]:
 
 
 def command_line(about: str, name: str, at_once: int = 1) -> argparse.ArgumentParser:
-    """What every experiment is asked; `about` is its docstring."""
+    """The parser with the options of every experiment; `about` is its docstring."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / name)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3, 4])
@@ -210,7 +210,7 @@ def command_line(about: str, name: str, at_once: int = 1) -> argparse.ArgumentPa
 
 
 def ask_for_seconds(parser: argparse.ArgumentParser) -> None:
-    """As the time at which to stop: what is prepared before the first run counts, too."""
+    """Add --seconds, as the time at which to stop; preparation before the first run counts, too."""
 
     def seconds(text: str) -> float:
         return time.time() + float(text)
@@ -220,7 +220,7 @@ def ask_for_seconds(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen(jobs: Sequence[Job], arms: Collection[str] | None) -> list[Job]:
-    """The jobs of these arms, and of those whose models they start from."""
+    """The jobs of these arms, and of the arms whose models they start from."""
     known, wanted = {job.arm: job.after for job in jobs}, set(arms or (job.arm for job in jobs))
     if unknown := wanted - known.keys():
         sys.exit(f"--arms {' '.join(sorted(unknown))}: expected some of {', '.join(known)}")
@@ -234,7 +234,7 @@ WritePage = Callable[[Path, Path, Path], None]  # folder of the JSONs, page, fol
 
 
 def run_and_write(jobs: Sequence[Job], args: argparse.Namespace, here: Path, write_page: WritePage) -> None:
-    """Ends with the names of runs that failed, after what the others found has been written."""
+    """Run the jobs and write the page; then exit with the names of failed runs, if any."""
     name_failed(carry_out(jobs, args, here, write_page))
 
 
@@ -244,8 +244,8 @@ def name_failed(failed: Sequence[str]) -> None:
 
 
 def carry_out(jobs: Sequence[Job], args: argparse.Namespace, here: Path, write_page: WritePage) -> list[str]:
-    """Run the jobs, keep their JSONs beside the script and write its page; with --tiny, all in OUT and this process.
-    Returns the names of runs that failed.
+    """Run the jobs, store their JSONs next to the script and write its page; with --tiny, in OUT and in this process.
+    Returns the names of failed runs.
     """
     out = args.out.resolve()
     results, page, images = (out / "results", out, out) if args.tiny else (here / "results", here, ROOT / "docs/images")

@@ -1,7 +1,7 @@
-"""From the JSONs of an experiment to its numbers, curves and page; docs/results.md and the table of the README from the
-pages of all.
+"""Numbers, curves and tables from the JSONs of an experiment; and docs/results.md and the table of the README from all
+experiments' pages.
 
-    found = read(Path("experiments/language/results"))       # arm → seed → what is stored of the run
+    found = read(Path("experiments/language/results"))       # arm → seed → stored JSON of the run
     mean_of(ends(found["grpo"], "val/test/accuracy"))        # '12.3 ± 1.4'
     python experiments/pages.py [--check]                    # writes docs/results.md and the table of README.md
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-Found = Mapping[int, Mapping[str, Any]]  # seed → what is stored of a run
+Found = Mapping[int, Mapping[str, Any]]  # seed → stored JSON of a run
 # 97.5 % quantiles of Student's t by degrees of freedom; from ten on 2.2 is close enough.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
@@ -32,12 +32,12 @@ def read(results: Path) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def ends(runs: Found, metric: str) -> dict[int, float]:
-    """Of each seed the last value."""
+    """The last value of a metric for each seed."""
     return {seed: run["curves"][metric][-1][2] for seed, run in runs.items() if metric in run["curves"]}
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Of the 95 % interval around the mean over seeds; a single seed has none."""
+    """Half width of the 95 % interval around the mean over seeds; 0 for a single seed."""
     n = len(values)
     factor = STUDENT[n - 2] if n - 2 < len(STUDENT) else 2.2
     return factor * float(np.std(values, ddof=1)) / n**0.5 if n > 1 else 0.0
@@ -58,13 +58,13 @@ def gain(after: Mapping[int, float], before: Mapping[int, float]) -> str:
 
 
 def chance(differences: Mapping[int, float]) -> float:
-    """How likely differences over seeds are to lie this far from 0 if there is none: Student's test, both sides."""
+    """Two-sided p-value of Student's t-test that the differences over seeds have mean 0."""
     values = [*differences.values()]
     if len(values) < 2 or not any(values):
         return 1.0
     free = len(values) - 1
     angle = np.arctan2(abs(np.mean(values)) * len(values) ** 0.5, np.std(values, ddof=1) * free**0.5)
-    terms = [1.0]  # of the integral in closed form
+    terms = [1.0]  # terms of Student's distribution function in closed form
     for n in range(1 + free % 2, free - 2, 2):
         terms.append(terms[-1] * n / (n + 1) * np.cos(angle) ** 2)
     inside = np.sin(angle) * sum(terms)
@@ -72,7 +72,7 @@ def chance(differences: Mapping[int, float]) -> float:
 
 
 def corrected(chances: Mapping[str, float]) -> dict[str, float]:
-    """For as many comparisons as there are (Holm 1979)."""
+    """The p-values, corrected for the number of comparisons (Holm 1979)."""
     found, least = dict[str, float](), 0.0
     for rank, name in enumerate(sorted(chances, key=lambda one: chances[one])):
         least = max(least, min(1.0, chances[name] * (len(chances) - rank)))
@@ -86,7 +86,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def cost(found: Mapping[str, Found]) -> str:
-    """Minutes in which at least one run was under way, where, and the commits."""
+    """A sentence with the minutes in which at least one run was active, the device and the commits."""
     runs = [run for seeds in found.values() for run in seeds.values()]
     minutes, until = 0.0, 0.0
     for began, ended in sorted((run["began"], run["began"] + run["seconds"]) for run in runs):
@@ -106,11 +106,11 @@ WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 640, 340, 56, 16, 16, 84
 GRID = 40
 
 
-Lines = Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]  # label → places, means, halves of their intervals
+Lines = Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]  # label → x, means, half widths of intervals
 
 
 def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5, share: bool = True) -> str:
-    """A metric over "steps" or "seconds", mean of the seeds and its 95 % interval; each point is a mean over
+    """An SVG of a metric over "steps" or "seconds": mean over seeds and its 95 % interval; each point is a mean over
     neighbours. A `share` is shown in percent.
     """
     column = ("steps", "seconds").index(across)
@@ -126,7 +126,7 @@ def picture(arms: Mapping[str, Found], metric: str, across: str, smooth: int = 5
 
 
 def by_size(arms: Mapping[str, Mapping[int, Mapping[int, float]]], across: str) -> str:
-    """Arm → size → seed → value, sizes as far apart as their logarithms."""
+    """An SVG of arm → size → seed → value, with sizes on a logarithmic axis."""
     sizes = sorted({size for of_arm in arms.values() for size in of_arm})
     drawn = {}
     for label, of_arm in arms.items():
@@ -139,7 +139,7 @@ def by_size(arms: Mapping[str, Mapping[int, Mapping[int, float]]], across: str) 
 
 
 def chart(lines: Lines, across: str, places: Mapping[float, str], share: bool = True) -> str:
-    """`places` are those along the lower edge that are named."""
+    """An SVG of lines with intervals; `places`: x → label of the ticks on the x axis."""
     longest = max(places, default=0.0) or 1.0
     highest = max((float((mean + half).max()) for _, mean, half in lines.values()), default=0.0) or 1.0
     lowest = min([0.0, *(float((mean - half).min()) for _, mean, half in lines.values() if not share)])
@@ -176,7 +176,7 @@ def chart(lines: Lines, across: str, places: Mapping[float, str], share: bool = 
 
 
 def smoothed(values: np.ndarray, width: int) -> list[float]:
-    """Means over so many values up to each."""
+    """Running means, each over the last `width` values."""
     return [float(np.mean(values[max(0, i - width + 1) : i + 1])) for i in range(len(values))]
 
 
@@ -197,14 +197,14 @@ MARKED = re.compile(r"(<!-- table: experiments -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def parts(root: Path) -> Iterator[tuple[str, str, str]]:
-    """Folder, title and the rest of each page, which begins with what was found, in one paragraph."""
+    """Yields folder, title and text of each page; the text begins with the findings, in one paragraph."""
     for path in sorted(root.glob("experiments/*/RESULTS.md")):
         title, _, rest = path.read_text(encoding="utf-8").removeprefix("# ").partition("\n\n")
         yield path.parent.name, title, rest
 
 
 def written(root: Path = ROOT) -> dict[Path, str]:
-    """What docs/results.md and the README should hold."""
+    """The expected contents of docs/results.md and README.md, by path."""
     inside = [f"\n## {title}\n\n{re.sub('^#', '##', rest, flags=re.M)}" for _, title, rest in parts(root)]
     moved = "".join(inside).replace("](../../docs/", "](").replace("](../", "](../experiments/")
     rows = [

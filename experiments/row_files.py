@@ -1,4 +1,4 @@
-"""Files of drawn rows: questions about pictures, the same questions about the facts in words, conversations to imitate.
+"""Files of drawn rows: questions about pictures, the same questions with the facts in words, conversations for SFT.
 
 rows = questions(partial(draw_scene, split="same", kinds=("count",), side=224), Path("train.jsonl"), 1000)
 taught(Path("answers.jsonl"), rows, "answer")
@@ -16,7 +16,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def questions(draw: Draw, file: Path, rows: int, *, seed: int = 0, workers: int = 1) -> Rows:
-    """Drawn unless they are there; others for another seed or file name."""
+    """The rows of the file, which is drawn if missing; another seed or file name gives other rows."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         write_set(draw, Plan(command=file.stem, file=file, rows=rows, seed=seed, workers=workers))
@@ -24,7 +24,7 @@ def questions(draw: Draw, file: Path, rows: int, *, seed: int = 0, workers: int 
 
 
 def in_words(file: Path, rows: Rows) -> Rows:
-    """The same questions with the column `facts` in place of the picture."""
+    """Write the same questions with the column `facts` in place of the picture."""
     asked = [{name: value for name, value in row.items() if name != "images"} for row in rows]
     for row in asked:
         row |= {"id": f"{row['id']}-text", "problem": row["problem"].replace("<image>", f"{row['facts']}\n")}
@@ -32,7 +32,7 @@ def in_words(file: Path, rows: Rows) -> Rows:
 
 
 def taught(file: Path, rows: Rows, column: str) -> Rows:
-    """Conversations in which the assistant says what stands in this column."""
+    """Write conversations in which the assistant says the text of this column."""
     said = [
         {
             **{name: row[name] for name in ("id", "images") if name in row},
@@ -44,7 +44,7 @@ def taught(file: Path, rows: Rows, column: str) -> Rows:
 
 
 def read_rows(file: Path) -> Rows:
-    with file.open(encoding="utf-8") as lines:  # texts of a model may hold other ends of lines
+    with file.open(encoding="utf-8") as lines:  # not splitlines(): a model's text may hold U+2028 and the like
         return [json.loads(line) for line in lines]
 
 

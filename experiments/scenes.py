@@ -1,5 +1,5 @@
-"""Scenes of coloured objects with questions that want counting or places, each with its answer, a worked answer, and
-the scene as text. The same scene can be drawn flat, as solids, or as a cartoon of solids.
+"""Scenes of coloured objects with questions about counts or positions, each with its answer, a worked answer, and the
+scene as text. The same scene can be drawn flat, as solids, or as a cartoon of solids.
 
     drawn = draw_scene(Random(0), 0, split="same", kinds=("count",), side=224)
     drawn.question, drawn.answer, drawn.more["worked"], drawn.more["facts"]
@@ -17,8 +17,8 @@ from saccade.plugins.drawn.scene_questions import MARGIN, MOST, SCENE_SPLITS, SI
 from saccade.plugins.drawn.solids import BACKGROUNDS, SIZES, Solid, draw_solids
 from saccade.plugins.quickstart.counting import COLOURS, TRAINING_COLOURS, UNSEEN_COLOURS
 
-FLAT = {"cube": "square", "sphere": "circle", "cylinder": "bar", "cone": "triangle"}  # what a solid is without depth
-TRIES = 2000  # scenes for one question
+FLAT = {"cube": "square", "sphere": "circle", "cylinder": "bar", "cone": "triangle"}  # solid → flat shape
+TRIES = 2000  # scenes tried for one question
 
 
 class Look(NamedTuple):
@@ -51,7 +51,7 @@ class Thing(NamedTuple):
 class Asked(NamedTuple):
     question: str
     answer: str
-    worked: str  # what is looked at before the answer
+    worked: str  # the reasoning before the answer
 
 
 def draw_scene(rng: Random, index: int, *, split: str, kinds: Sequence[str], side: int) -> Drawing:

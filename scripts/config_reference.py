@@ -132,7 +132,7 @@ def default(field: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """A type as a reader of the reference wants to see it."""
+    """A type as text, without module names."""
     named = getattr(annotation, "__name__", str(annotation))
     text = str(annotation) if get_args(annotation) else named
     return re.sub(r"\b[a-z_]+\.", "", text).replace("NoneType", "None")

@@ -27,7 +27,7 @@ Every capability that was set out to be built, with what shows it. *Works*: test
 
 
 def rows() -> dict[str, tuple[str, str, list[str], str]]:
-    """State, what, what shows it, what is missing, by id."""
+    """By id: state, feature, tests or commands that show it, what is missing."""
     table = yaml.safe_load((ROOT / "docs" / "features.yaml").read_text(encoding="utf-8"))
     return {
         name: (state, what, list(filter(None, shown.split("; "))), missing)

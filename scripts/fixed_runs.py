@@ -1,4 +1,4 @@
-"""Small runs with fixed seeds, to the last bit: did a change of the code change a number?
+"""Small runs with fixed seeds, compared bit by bit: did a change of the code change a number?
 
 Seven runs of five steps on a CPU (grpo, dapo, ppo with a critic, sft, dpo, a reward model, several
 turns with crops), and the algorithm that every preset and every recipe resolves to. Run it in two
@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# What depends on the clock or on the machine, and what only some versions measure.
+# Prefixes of metrics that depend on the clock or the machine, or that only some versions measure.
 UNEQUAL = ("time", "mem/", "perf/", "host", "group/live_frac", "group/rollouts_per_live")
 UNEQUAL += ("group/side_signal_frac",)
 RUN = {"run.max_steps": 5, "run.device": "cpu", "run.seed": 7, "track.tensorboard": False}
@@ -31,7 +31,7 @@ CROPS = ("[0, 0, 0.5, 0.5], 'source': 'original_image'", "[0, 0, 1, 0.5], 'sourc
 
 
 def rows_of(folder: Path) -> None:
-    """Scenes to count, with answers, with demonstrations, and as pairs."""
+    """Write scenes to count: with answers, with demonstrations, and as pairs."""
     from saccade.plugins.quickstart import counting
 
     scenes = counting.counting_split(24, seed=24, colours=tuple(COLOURS))
@@ -90,7 +90,7 @@ def runs_of(folder: Path) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def numbers_of(folder: Path) -> dict[str, Any]:
-    """Every metric of every step and the last weights."""
+    """Every metric of every step, and a hash of the last weights."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [
         {
@@ -106,7 +106,7 @@ def numbers_of(folder: Path) -> dict[str, Any]:
 
 
 def algorithms() -> dict[str, Any]:
-    """What every preset, and every recipe of reinforcement learning, resolves to."""
+    """The resolved algorithm of every preset, and of every recipe for `rl`."""
     from saccade.checks.steps import algorithm_of
     from saccade.config import load
     from saccade.config.schema.presets import PRESETS
@@ -119,7 +119,7 @@ def algorithms() -> dict[str, Any]:
 
 
 def cells_of(row: Any) -> dict[str, Any]:
-    """The fields of an algorithm, its functions by their names and options."""
+    """The fields of an algorithm, with functions as names and options."""
     entries = {"advantage": row.estimator, "loss": row.loss, "aggregation": row.aggregate, "kl": row.divergence}
     found = row.model_dump(mode="json", exclude={"estimator", "loss", "aggregate", "divergence", "corrections"})
     found |= {f"{name}_options": entry.options for name, entry in entries.items()}
@@ -143,7 +143,7 @@ def record() -> dict[str, Any]:
     return found
 
 
-# Cells of an algorithm that are compared, and where older records have them.
+# Fields of an algorithm that are compared → their names in older records.
 CELLS = {
     **{name: name for name in ("about", "paper", "samples_per_prompt", "updates_per_step")},
     **{name: name for name in ("sequences", "adv_clip", "reward_clip", "reward_normalise", "denominator", "old")},
@@ -159,7 +159,7 @@ CELLS = {
     "max_tokens": "overlong.max_tokens",
     "hot_first_token": "fire",
 }
-# Options of some estimators, which older records have beside them.
+# Options of some estimators and their defaults; older records have them as fields of the algorithm.
 OF_ESTIMATORS = {"whiten": False, "whiten_std": True, "reward_range": [0.0, 1.0]}
 
 
@@ -170,7 +170,7 @@ def cell(algorithm: Any, name: str) -> Any:
 
 
 def by_value(found: Any) -> Any:
-    """Records of older versions in today's names, so that values alone are compared."""
+    """Rename the fields of older records to today's names, so that only values are compared."""
     for name, algorithm in found.get("algorithms", {}).items():
         older = "entropy" in algorithm
         cells = {new: cell(algorithm, old if older else new) for new, old in CELLS.items()}

@@ -1,8 +1,8 @@
-"""Make .venv with saccade in it. Needs nothing but an interpreter with the venv module.
+"""Make .venv with saccade in it. Needs only an interpreter with the venv module.
 
-An interpreter that has torch and transformers already lends its packages: .venv reads them
-through a path file and only what is missing is fetched. (`--system-site-packages` would not do:
-for a venv made from a venv it means the base interpreter.) Otherwise .venv gets the versions of
+If the interpreter already has torch and transformers, .venv uses ("borrows") its packages through a
+.pth file, and only missing ones are installed. (`--system-site-packages` would not do: for a venv
+made from a venv it means the base interpreter.) Otherwise .venv gets the versions of
 constraints.txt.
 
     python scripts/install.py --extra test
@@ -77,7 +77,7 @@ def pip(*arguments):
 
 
 def missing_requirements(extras):
-    """Requirements of the package and these extras that no visible package satisfies."""
+    """Requirements of the package and these extras that no importable package satisfies."""
     from pip._vendor.packaging.requirements import Requirement
 
     project = read_toml(ROOT / "pyproject.toml")["project"]
@@ -103,7 +103,7 @@ def satisfied(item):
 
 
 def lent_constraints():
-    """constraints.txt with the lent versions in place of ours, so that none is fetched again."""
+    """Write constraints.txt with the versions of borrowed packages, so that none is installed again."""
     from pip._vendor.packaging.requirements import Requirement
 
     lines = []

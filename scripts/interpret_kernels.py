@@ -1,5 +1,5 @@
-"""The embedded engine with its Triton kernels on a CPU, beside the engine without them: a change of
-a kernel can be tried without a GPU. Needs the package triton; takes a few minutes.
+"""Compares the embedded engine with and without its Triton kernels in Triton's interpreter, to test a
+changed kernel without a GPU. Needs the package triton; takes a few minutes.
 
     python scripts/interpret_kernels.py
 """
@@ -46,13 +46,13 @@ patch_tensor = interpreter._patch_lang_tensor
 
 
 def with_index(tensor: Any, scope: Any) -> None:
-    """Its numbers are arrays of one, which numpy 2.4 no longer takes for an index."""
+    """Let the interpreter's scalars be an index: they are arrays of one, which numpy 2.4 refuses."""
     patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
 def main() -> None:
-    warnings.filterwarnings("ignore", category=RuntimeWarning)  # logarithms of 0, as on a GPU
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # log(0), which a GPU computes silently
     interpreter._patch_lang_tensor = with_index
     kv_cache.KVCache._budget = lambda self: 1 << 24  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,10 +1,10 @@
-r"""Write into docs/rewards.md what math-verify alone makes of the golden answers, and so why code of our own stands
-around it: by verifier and by what is special about an answer, how many right ones it misses and wrong ones it accepts.
+r"""Write into docs/rewards.md how math-verify alone scores the golden answers, which shows why our verifiers add code
+around it: right answers that it misses and wrong ones that it accepts, by verifier and by class of answer.
 
     python scripts/math_verify_alone.py     # half a minute; then look at the diff of the page
 
-It is asked twice: with the whole response, as its documentation says, and with the answer that our verifier found in
-it, in a box as the gold is, so that only what is equal is its business.
+It is run twice: on the whole response, as its documentation says, and on the answer that our verifier extracted from
+it, boxed like the gold, so that only the comparison is tested.
 """
 
 import json
@@ -32,7 +32,7 @@ def matches(pattern: str) -> Callable[[str], bool]:
     return lambda text: re.search(pattern, text) is not None
 
 
-# What is special about an answer or its gold; the first that holds counts.
+# Classes of answers by the text of the answer or its gold; the first that matches counts.
 CLASSES: Mapping[str, Callable[[str], bool]] = {
     "percent": matches("%"),
     "degrees": matches(r"\\circ|°|degree"),
@@ -63,7 +63,7 @@ def alone(row: Row, response: str) -> bool:
 
 
 def found(row: Row) -> str:
-    """The answer that our verifier finds in the response; nothing where it finds none."""
+    """The answer that our verifier extracts from the response, boxed; empty if there is none."""
     sample = RewardSample(id="a", response=row["response"], answer=row["gold"])
     extracted = KNOWN[row["verifier"]].function(sample, **row.get("args", {})).extracted
     return rf"\boxed{{{extracted}}}" if extracted else ""
@@ -75,7 +75,7 @@ def kind(row: Row) -> str:
 
 
 def counts(rows: list[Row], *tries: list[Row]) -> str:
-    """Cells: pairs; right ones that are missed and wrong ones that are accepted, of each try."""
+    """Cells: the number of pairs; for each try, right ones that it missed and wrong ones that it accepted."""
     cells = [f"{len(rows)}"]
     for failed in tries:
         for right in (True, False):

@@ -1,7 +1,7 @@
-"""Write docs/models.md: every image-text-to-text type that this transformers ships, what works, how it was proved,
-and why the rest is refused. Types with a tiny folder (tiny_kinds.yaml, tiny models of the package) are run: proof,
-gradients of all weights, greedy tokens against `generate`, a second turn, steps of adapters and the folder that is
-written. Others are looked at by the gate, with their type's config.
+"""Write docs/models.md: every image-text-to-text type of the installed transformers, what works, how it was tested,
+and why the rest is refused. Types with a tiny model (tiny_kinds.yaml, tiny models of the package) are run: proof,
+gradients of all weights, greedy tokens against `generate`, a second turn, steps of adapters and the exported folder.
+Of the others, the gate checks the default config.
 
     python scripts/model_table.py [kinds …]     # some minutes; with names: prints these alone
 """
@@ -100,7 +100,7 @@ transformers {version}.
 
 
 def row_of(kind, folder):
-    """Cells of a type that works, behind its family; (verdict, why) of another."""
+    """The cells of a type that works, after type and own family; (verdict, why) of one that does not."""
     import torch
 
     family = load_family(folder, name=kind if kind not in FAMILIES else "generic")
@@ -128,7 +128,7 @@ def row_of(kind, folder):
 
 
 def looked_at(kind, scratch):
-    """What the gate says to the config of a type."""
+    """(verdict, why) of the gate for the default config of a type."""
     import transformers
 
     try:

@@ -33,7 +33,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links out of docs/ lead to the pages above."""
+    """Point links out of docs/ to the generated pages."""
     name = page.file.src_uri
     if name.startswith("source/") or name == "api.md":
         return markdown
@@ -47,7 +47,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def targets(page, text):
-    """Files of the source tree that a page links to, by their path in it."""
+    """Paths of files and folders of the source tree that a page links to."""
     outside = [to for link in LINK.findall(text) if (to := resolved(page, link)).startswith("../")]
     return {to.removeprefix("../") for to in outside} - MOVED.keys()
 
@@ -63,7 +63,7 @@ def moved_to(to):
 
 
 def source_pages(path):
-    """A page for a file; for a folder one with its files, and theirs."""
+    """The pages of a file, by address; for a folder, a page that lists its files, and their pages."""
     file = ROOT / path
     if not file.is_dir():
         text = file.read_text(encoding="utf-8")

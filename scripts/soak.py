@@ -40,9 +40,9 @@ from saccade.run.checkpoint import complete_steps
 from saccade.system.process import end_with_parent
 
 STEPS = 4
-LEFT_ALONE = 0.15  # of the starts: some run has to come to its end
+LEFT_ALONE = 0.15  # share of starts without a kill, so that some runs finish
 MACHINE = ("time", "perf/", "mem/")
-# What the runs of a lane have beside their options: nothing, two ranks, two with sharded weights, an engine beside two.
+# Lane → options of its runs: one process, two ranks, two ranks with sharded weights, two ranks and an engine.
 LANES: dict[str, dict[str, Any]] = {
     "alone": {},
     "ranks": {"run.gpus": 2},
@@ -53,7 +53,7 @@ ENGINE = "an engine"
 
 
 def options(folder: Path, name: str, lane: str, launcher: str) -> dict[str, Any]:
-    """Of a run of a few short steps, of whose first answers about one in five counts as right."""
+    """Options of a run of a few short steps; about one in five of its first answers counts as right."""
     return {
         "run.name": name,
         "run.out": str(folder),
@@ -78,7 +78,7 @@ def options(folder: Path, name: str, lane: str, launcher: str) -> dict[str, Any]
 
 
 def forked(call: Callable[..., Any], *arguments: Any, log: Path) -> psutil.Process:
-    """A process that makes one call and ends."""
+    """Fork a process that makes one call and ends; its output goes to `log`."""
     if pid := os.fork():
         return psutil.Process(pid)
     os.setsid()
@@ -94,7 +94,7 @@ def forked(call: Callable[..., Any], *arguments: Any, log: Path) -> psutil.Proce
 
 
 def start(folder: Path, name: str, lane: str, launcher: str) -> list[psutil.Process]:
-    """The run, and the processes that join it: ranks, and engines beside them."""
+    """Start the run, and the processes that join it as ranks and engines."""
     given = options(folder, name, lane, launcher)
     count = given["run.gpus"] + given.get("rollout.replicas", 0) if given.get("run.launcher") == "join" else 0
     return [forked(rl.run, given, log=folder / f"{name}.out"), *(joining(folder, name) for _ in range(count))]
@@ -105,7 +105,7 @@ def joining(folder: Path, name: str) -> psutil.Process:
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """Metrics of each step, and the hash of each file with weights or state of the last one."""
+    """Metrics of each step, and the hash of each file with weights or state of the last step."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found: dict[str, Any] = {
         f"{number} {name}": str(value)
@@ -121,13 +121,13 @@ def outcome(run: Path) -> dict[str, Any]:
 def disturb(
     running: list[psutil.Process], run: Path, saved: list[int], chance: random.Random, seconds: float
 ) -> str | None:
-    """Kill one of its processes within so many seconds; what was killed, if it had not ended. All end with it, but for
-    an engine, which is removed from those that run.
+    """Kill a random process of the run within `seconds`; returns what was killed, or None if the run had ended before.
+    The other processes must end, too, unless it was an engine, which is removed from `running`.
     """
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0, seconds))
         moment = "at any moment"
-    else:  # a few milliseconds after one of the next checkpoints is begun
+    else:  # up to 50 ms after one of the next checkpoints is begun
         step = chance.randint(min(len(saved) + 1, STEPS), STEPS)
         while not (run / "checkpoints" / f".step-{step}.{running[0].pid}").exists() and ended(running[0]) is None:
             time.sleep(0.001)
@@ -146,7 +146,7 @@ def disturb(
         running.remove(victim)
         return f"{ENGINE} {moment}"
     running[0].wait(timeout=120)
-    for one in running[1:]:  # an engine in the place of another one may have found no run
+    for one in running[1:]:  # an engine that replaces another may not have found the run
         if not connections(one):
             one.send_signal(signal.SIGKILL)
     _, left = psutil.wait_procs(family, timeout=120)
@@ -155,7 +155,7 @@ def disturb(
 
 
 def ranks_of(run: Path) -> set[int]:
-    """The processes of the ranks."""
+    """Process ids of the ranks, from their logs."""
     found = set()
     for log in run.glob("rank-*.log"):
         begun = [line.split()[1] for line in log.read_text().splitlines() if line.startswith("process ")]
@@ -164,8 +164,8 @@ def ranks_of(run: Path) -> set[int]:
 
 
 def joined(running: list[psutil.Process]) -> bool:
-    """Whether the run has all its ranks. Before, it waits for others in the place of one that is gone, for minutes."""
-    ranks = sum(connections(process) > 1 for process in running[1:])  # to the run, and then to where all ranks meet
+    """Whether the run has all its ranks. Until then it waits for minutes for a process to replace a killed one."""
+    ranks = sum(connections(process) > 1 for process in running[1:])  # one to the run, then one to the rendezvous
     return len(running) == 1 or ranks >= 2
 
 
@@ -185,7 +185,7 @@ def ended(process: psutil.Process) -> int | None:
 
 
 def require_kept(checkpoints: Path, saved: list[int]) -> list[int]:
-    """The steps that are whole, among which are those that were."""
+    """The steps with complete checkpoints; raises unless they include `saved` and none is damaged."""
     now = complete_steps(checkpoints) if checkpoints.is_dir() else []
     assert set(now) >= set(saved), f"steps {saved} were saved, and {now} are there"
     assert not [path for step in now if (path := damaged(checkpoints / f"step-{step}"))]
@@ -193,7 +193,7 @@ def require_kept(checkpoints: Path, saved: list[int]) -> list[int]:
 
 
 def soak(folder: Path, lane: str, launcher: str, kills: Any, most: int, seed: int) -> None:
-    """Runs one after the other, until there were so many kills, which several processes count together."""
+    """Start one run after another until `kills`, which all lanes share, has reached `most`."""
     end_with_parent()
     folder.mkdir(exist_ok=True)
     with socket.create_server(("", 0)) as door:
@@ -221,7 +221,7 @@ def soak(folder: Path, lane: str, launcher: str, kills: Any, most: int, seed: in
             if what is None:
                 codes = [process.wait() for process in first if process in running]
                 assert codes == [0] * len(codes), f"see {folder}/{name}.out"
-                for process in set(running) - set(first):  # one that came too late waits for a run
+                for process in set(running) - set(first):  # an engine that came too late still waits for a run
                     with suppress(psutil.NoSuchProcess):
                         process.send_signal(signal.SIGKILL)
                         process.wait()

@@ -1,4 +1,4 @@
-"""RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
+"""Writes RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,7 +103,7 @@ def write_page(results: Path, page: Path, images: Path) -> None:
 
 
 def best(run: Mapping[str, Any], look: str) -> float:
-    """Accuracy after the step that does best on the set `choice`."""
+    """Accuracy on a set after the step that is best on the set `choice`."""
     step = max(run["curves"]["val/choice/accuracy"], key=lambda point: point[2])[0]
     return next(value for at, _, value in run["curves"][f"val/{look}/accuracy"] if at == step)
 
@@ -141,7 +141,7 @@ def trial(arm: str, runs: Found) -> list[str]:
 
 
 def summary(found: Mapping[str, Found], size: int) -> str:
-    """One paragraph, in numbers."""
+    """The findings in one paragraph, with numbers."""
     said = [
         f"{label} {mean_of(mean_over(runs, ['same']))} % like training and {mean_of(mean_over(runs, NEW))} % elsewhere"
         for arm, label in ARMS.items()

@@ -1,8 +1,8 @@
-"""RL against SFT on the same questions: counting and places in pictures, from 50 to 5,000 training questions, measured
-also with more objects, other colours, backgrounds and renderers. From nothing: pictures, arms, seeds, RESULTS.md.
+"""RL against SFT on the same questions: counts and positions in pictures, with 50 to 5,000 training questions, tested
+also with more objects, other colours, backgrounds and renderers. Does all: pictures, arms, seeds, RESULTS.md.
 
-    python experiments/counting/run.py                      # from what experiments/smolvlm/run.py has packed
-    python experiments/counting/run.py --model FOLDER       # from any model that sees
+    python experiments/counting/run.py                      # from the weights of experiments/smolvlm/run.py
+    python experiments/counting/run.py --model FOLDER       # from any vision-language model
     python experiments/counting/run.py --dev                # the trials by which settings were chosen
     python experiments/counting/run.py --page               # writes the page of the stored results
     python experiments/counting/run.py --tiny               # a random model on a CPU, in seconds
@@ -27,21 +27,21 @@ from experiments.smolvlm import base  # noqa: E402
 
 SECONDS = 90  # of each run, loading and validations included
 SIZES = (50, 200, 1000, 5000)  # training questions
-ITEMS = 200  # of each test set
+ITEMS = 200  # per test set
 SIDE = 224  # pixels
-# Arm → command, its files, the rows that it learns from.
+# Arm → command, config files, training rows.
 ARMS = {
     "rl": ("rl", ["common.yaml", "rl.yaml"], "questions"),
     "answers": ("sft", ["common.yaml", "sft.yaml"], "answers"),
     "worked": ("sft", ["common.yaml", "sft.yaml"], "worked"),
 }
-# Trials, each arm with these learning rates, so many questions, and questions and items that the others do not have.
+# Trials: each arm with these learning rates, this number of questions, and other questions and items than the runs.
 RATES, TRIAL_SIZE, TRIAL_SEED = ("3e-6", "1e-5", "3e-5", "1e-4"), 1000, 100
 
 
 def draw(rows: Path, split: str, seeds: Sequence[int], most: int, items: int, workers: int) -> list[dict[str, str]]:
-    """Training rows of each seed in three forms; returns the sets that are measured: `choice`, by which the step of a
-    run is chosen, and one for each kind of picture.
+    """Write training rows of each seed in three forms; returns the evaluation sets: `choice`, which chooses the step of
+    a run, and one for each kind of picture.
     """
 
     def drawn(name: str, look: str, count: int, seed: int, workers: int = 1) -> Sequence[dict]:

@@ -1,4 +1,4 @@
-"""Questions about solids, charts and diagrams that can be answered from the picture, or from the facts in words.
+"""Questions about solids, charts and diagrams that can be answered from the picture or from the facts as text.
 
 drawn = draw_asked(Random(0), 0, group="seen", side=224)
 drawn.question, drawn.more["facts"], drawn.more["worked"]
@@ -16,7 +16,7 @@ from saccade.plugins.drawn.chart_questions import draw_chart_row
 from saccade.plugins.drawn.diagram_questions import draw_diagram_row
 from saccade.plugins.drawn.drawn_sets import Drawing
 
-GROUPS: Mapping[str, Sequence[tuple[str, str]]] = {  # of pictures and kinds of questions
+GROUPS: Mapping[str, Sequence[tuple[str, str]]] = {  # group → (kind of picture, kind of question)
     "seen": (
         ("solids", "all"),
         ("solids", "count"),
@@ -64,7 +64,7 @@ DRAWN = {"solids": partial(draw_scene, split="solids"), "charts": draw_chart, "d
 def write_sets(
     rows: Path, split: str, *, train: int, taught_rows: int, items: int, side: int, workers: int
 ) -> list[dict[str, str]]:
-    """Questions to learn from in both forms, conversations for the cold start; returns the sets that are measured."""
+    """Write training questions in both forms and conversations for the cold start; returns the evaluation sets."""
     learned = questions(
         partial(draw_asked, group="seen", side=side), rows / "train-pictures.jsonl", train, workers=workers
     )

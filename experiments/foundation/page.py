@@ -1,4 +1,4 @@
-"""RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
+"""Writes RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,7 +123,7 @@ def write_page(results: Path, page: Path, images: Path) -> None:
 
 
 def later(arms: Mapping[str, Found]) -> Found:
-    """The second stage, its steps after those of the first."""
+    """The second stage, with its steps shifted to follow those of the first."""
     return {
         seed: {
             "curves": {name: [[step + HALF, *rest] for step, *rest in points] for name, points in run["curves"].items()}
@@ -165,7 +165,7 @@ def trial(arm: str, runs: Found) -> list[str]:
 
 
 def summary(arms: Mapping[str, Found]) -> str:
-    """One paragraph, in numbers."""
+    """The findings in one paragraph, with numbers."""
     if not {"cold", "text", "pictures", "both"} <= arms.keys():
         return "Not all arms have been run."
     cold = {form: right(arms["cold"], "seen", form) for form in FORMS}

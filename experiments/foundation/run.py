@@ -1,8 +1,8 @@
 """Does reasoning that is learned in text carry over to pictures? Text-only RL, then RL with pictures, against either
-alone and against both mixed, at equal rollouts. From nothing: rows, arms, seeds, RESULTS.md and its pictures.
+alone and against both mixed, at equal rollouts. Does all: rows, arms, seeds, RESULTS.md and its pictures.
 
-    python experiments/foundation/run.py                    # from what experiments/smolvlm/run.py has packed
-    python experiments/foundation/run.py --model FOLDER     # from any model that sees
+    python experiments/foundation/run.py                    # from the weights of experiments/smolvlm/run.py
+    python experiments/foundation/run.py --model FOLDER     # from any vision-language model
     python experiments/foundation/run.py --dev              # the trials by which settings were chosen
     python experiments/foundation/run.py --page             # writes the page of the stored results
     python experiments/foundation/run.py --tiny             # a random model on a CPU, in seconds
@@ -24,7 +24,7 @@ from experiments.smolvlm import base  # noqa: E402
 
 WHOLE = {"train": 6000, "taught_rows": 1000, "items": 200, "side": 224}
 SMALL = {"train": 6, "taught_rows": 3, "items": 2, "side": 64, "workers": 1}
-# Arm → command, rows that it learns from, steps, the arm whose model it starts from.
+# Arm → command, training rows, steps, the arm whose model it starts from.
 ARMS: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "base": ("eval", (), 0, ""),
     "cold": ("sft", ("cold",), 0, ""),
@@ -34,7 +34,7 @@ ARMS: dict[str, tuple[str, tuple[str, ...], int, str]] = {
     "pictures": ("rl", ("train-pictures",), 2 * HALF, "cold"),
     "mixed": ("rl", ("train-text", "train-pictures"), 2 * HALF, "cold"),
 }
-# Trials on other items, with another seed and, of RL, half of the steps: arm → the arm it is a trial of, what differs.
+# Trials on other items, with another seed and, for RL, half of the steps: trial → the arm it tries, changed options.
 TRIALS: dict[str, tuple[str, list[str]]] = {
     "cold": ("cold", []),
     **{f"cold_lr{lr}": ("cold", [f"train.lr={lr}"]) for lr in ("1e-5", "1e-4")},

@@ -1,4 +1,4 @@
-"""RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
+"""Writes RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
 
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def trial(arm: str, runs: Found) -> list[str]:
 
 
 def summary(found: dict[str, dict[int, dict]]) -> str:
-    """One paragraph, in numbers."""
+    """The findings in one paragraph, with numbers."""
     greedy, eight = ({arm: ends(found.get(arm, {}), f"val/{name}") for arm in [*ARMS, "sums_base", "sums_grpo"]}
                      for name in ("gsm8k/accuracy", "eight/pass@8"))  # fmt: skip
     cold = f"GSM8K, greedy: {mean_of(greedy['base'])} % as it is, {mean_of(greedy['cold'])} % after a cold start."

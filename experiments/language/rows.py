@@ -1,4 +1,4 @@
-"""Questions of GSM8K with their solutions, and drawn sums, as rows of train, dev (for trials) and test."""
+"""Rows of train, dev (for trials) and test: questions of GSM8K with solutions, and generated sums."""
 
 import gzip
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 LEVELS = ("{a} + {i}", "{a} + {b}", "{a} - {b}", "{a} * {i}", "{A} + {B}", "{a} + {b} * {i}")
 SUMS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-DEV_ROWS, ITEMS = 500, 200  # held out of train; sums of each level
+DEV_ROWS, ITEMS = 500, 200  # rows of train that are held out; sums per level
 
 
 def questions_of(folder: Path) -> dict[str, list[tuple[str, str]]]:
-    """Questions of GSM8K with worked solutions, without the marks for a calculator; the last rows for trials."""
+    """Questions of GSM8K with worked solutions, without calculator marks; the last rows of train are for trials."""
     found = {}
     for split in ("train", "test"):
         (path,) = folder.glob(f"*{split}.jsonl*")
@@ -25,7 +25,7 @@ def questions_of(folder: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def sums(count: int, seed: str, taken: Collection[str] = ()) -> list[tuple[str, str]]:
-    """So many sums of each level, level by level in turn; none is `taken`, and without that none comes twice."""
+    """`count` sums of each level, interleaved by level; none is in `taken`. Only without `taken` none repeats."""
     rng, drawn = random.Random(seed), {level: list[tuple[str, str]]() for level in LEVELS}
     seen = set(taken)
     for level, found in drawn.items():
@@ -43,7 +43,7 @@ def sums(count: int, seed: str, taken: Collection[str] = ()) -> list[tuple[str, 
 
 
 def write_rows(out: Path, data: Path | None) -> None:
-    """Rows of every set; without data sums stand for the questions of GSM8K. No sum of train is in another set."""
+    """Write the rows of every set; without data, sums replace GSM8K. No sum of train is in another set."""
     out.mkdir(parents=True, exist_ok=True)
     held = sums(2 * ITEMS if data else 4, "held out")
     half = len(held) // 2

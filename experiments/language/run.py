@@ -1,5 +1,5 @@
-"""Does RL teach a real language model to calculate? SmolLM2-135M-Instruct on GSM8K after a cold start, and on drawn
-sums of six levels without one. From nothing: weights, rows, all arms and seeds, RESULTS.md and its pictures.
+"""Does RL teach a real language model to calculate? SmolLM2-135M-Instruct on GSM8K after a cold start, and on generated
+sums of six levels without one. Does all: weights, rows, all arms and seeds, RESULTS.md and its pictures.
 
     python experiments/language/run.py --data data/gsm8k               # train.jsonl and test.jsonl, also gzipped
     python experiments/language/run.py --data data/gsm8k --dev          # the trials by which settings were chosen
@@ -23,8 +23,8 @@ from experiments.language.rows import LEVELS, write_rows  # noqa: E402
 from saccade.plugins.families import tiny  # noqa: E402
 
 SECONDS = 75  # of each arm after the cold start, loading included
-EIGHT = {"test": 400, "dev": 100}  # questions that are asked eight times
-# Arm → command, its files and options, the arm whose model it starts from.
+EIGHT = {"test": 400, "dev": 100}  # questions with eight samples each
+# Arm → command, config files and options, the arm whose model it starts from.
 ARMS: dict[str, tuple[str, list[str], str]] = {
     "base": ("eval", [], ""),
     "cold": ("sft", ["sft.yaml"], ""),
@@ -36,7 +36,7 @@ ARMS: dict[str, tuple[str, list[str], str]] = {
     "sums_base": ("eval", ["arithmetic.yaml"], ""),
     "sums_grpo": ("rl", ["rl.yaml", "arithmetic.yaml"], ""),
 }
-# Trials on rows held out of train, with another seed: arm → the arm it is a trial of, and what differs.
+# Trials on rows held out of train, with another seed: trial → the arm it tries, changed options.
 TRIALS: dict[str, tuple[str, list[str]]] = {
     "cold": ("cold", ["val.every=109"]),  # once an epoch
     **{f"grpo_lr{lr}": ("grpo", [f"train.lr={lr}", "run.max_hours=0.0125"]) for lr in ("5e-6", "1e-5", "3e-5")},
@@ -47,7 +47,7 @@ TRIALS: dict[str, tuple[str, list[str]]] = {
 
 
 def job(arm: str, of: str, seed: int, rows: Path, split: str, model: str, changes: list[str]) -> Job:
-    """`arm` is `of`, or a trial of it with changes."""
+    """The job of an arm; `arm` is `of`, or a trial of it with changed options."""
     command, options, after = ARMS[of]
     options = [*options, *changes]
     kind = "sums" if of.startswith("sums") else "gsm8k"

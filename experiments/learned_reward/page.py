@@ -1,4 +1,4 @@
-"""RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
+"""Writes RESULTS.md of this experiment and its pictures, from the JSONs of its runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,11 +24,11 @@ ARMS = {
     "spoiled_kl": Arm("spoiled pairs, KL 0.05", "rm_spoiled", 0.05),
 }
 JUDGES = {"rm": "pairs of its own answers", "rm_spoiled": "these and spoiled answers"}
-METRICS = {"rule": "val/test/accuracy", "rm": "val/pairs/accuracy"}  # by which a learning rate is chosen
-# Greedy answers to the same questions at every validation: rollouts of a few steps differ by more than what is lost.
+METRICS = {"rule": "val/test/accuracy", "rm": "val/pairs/accuracy"}  # these choose the learning rates
+# Greedy answers to the same questions at every validation: training rollouts vary by more than LOST.
 TRUE, SAID = "val/test/accuracy", "val/test/reward"
-LOST = 0.05  # of true accuracy since its best: hacked, if the learned reward keeps this much of what it had gained:
-KEPT = 0.5
+LOST = 0.05  # hacked: true accuracy is this far below its best, and
+KEPT = 0.5  # the learned reward has more than this share of the gain that it had at that best
 PAGE = """# A learned reward and the rule it imitates
 
 {summary}
@@ -90,12 +90,12 @@ reward models, fresh pairs while RL goes on, or ensembles may hold longer. The l
 
 
 class Story(NamedTuple):
-    """What true accuracy and learned reward did in a run."""
+    """True accuracy and learned reward over a run."""
 
     best: float
-    step: int  # of the best
+    step: int  # step of the best
     last: float
-    said: tuple[float, float, float]  # the learned reward at first, at that step and at last
+    said: tuple[float, float, float]  # learned reward at the start, at `step` and at the end
 
     @property
     def hacked(self) -> bool:
@@ -110,7 +110,7 @@ def story(run: Mapping[str, Any]) -> Story:
 
 
 def best_rates(trials: Mapping[str, Found]) -> dict[str, str]:
-    """Of the rule and the reward model, where a trial has ended."""
+    """The best learning rate of the rule and of the reward model, among finished trials."""
     found: dict[str, dict[str, float]] = {}
     for trial, runs in trials.items():
         arm, _, rate = trial.partition("@")
@@ -148,7 +148,7 @@ def hacked(told: Mapping[int, Story]) -> str:
 def write_page(results: Path, path: Path, images: Path) -> None:
     found, trials = read(results), read(results / "dev")
     arms = {arm: found[arm] for arm in ARMS if arm in found}
-    last = sorted(arms, key=lambda arm: arm == "rule")  # it has no learned reward: others keep their colours without it
+    last = sorted(arms, key=lambda arm: arm == "rule")  # it is only in the first chart; the others' colours match so
     shown = {ARMS[arm].about: arms[arm] for arm in last}
     (images / "learned-reward-true.svg").write_text(picture(shown, "reward/accuracy", "steps"))
     (images / "learned-reward-said.svg").write_text(picture(shown, "reward/learned", "steps", share=False))
@@ -196,7 +196,7 @@ def write_page(results: Path, path: Path, images: Path) -> None:
 
 
 def summary(found: Mapping[str, Found], arms: Mapping[str, Found]) -> str:
-    """One paragraph, in numbers."""
+    """The findings in one paragraph, with numbers."""
     if not arms:
         return "Nothing has been measured yet."
     start = mean_of(ends(found.get("base", {}), TRUE))

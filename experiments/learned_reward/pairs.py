@@ -1,4 +1,4 @@
-"""Pairs for a reward model: a right answer before a wrong one that the model gave itself.
+"""Pairs for a reward model: a right answer is preferred to a wrong one that the model itself gave.
 
 rows = pairs_of(read_rows(Path("train.jsonl")), read_rows(Path("answers/generations.jsonl")))
 rows += spoiled_pairs(rows, seed=0)
@@ -10,8 +10,8 @@ from typing import Any
 
 from experiments.row_files import Rows
 
-WRONG = 2  # different wrong answers to a question, the most frequent ones
-# What a right answer is made into: `other` is the right answer to another question.
+WRONG = 2  # pairs per question, with its most frequent wrong answers
+# Ways to spoil a right answer; `other` is the right answer to another question.
 SPOILS: Mapping[str, Callable[[str, str], str]] = {
     "twice": lambda right, other: f"{right} {right}",
     "two answers": lambda right, other: f"{right} or {other}",
@@ -21,7 +21,7 @@ SPOILS: Mapping[str, Callable[[str, str], str]] = {
 
 
 def pairs_of(questions: Rows, answered: Rows) -> list[dict[str, Any]]:
-    """The right side is what the model said, or the gold where it never was right."""
+    """The chosen side is a right response of the model, or the gold answer if it gave none."""
     asked, pairs = {row["id"]: row for row in questions}, []
     for row in answered:
         said = [(response["text"].strip(), response["reward"]) for response in row["responses"]]
@@ -34,7 +34,7 @@ def pairs_of(questions: Rows, answered: Rows) -> list[dict[str, Any]]:
 
 
 def spoiled_pairs(pairs: Rows, *, seed: int) -> list[dict[str, Any]]:
-    """As many, whose worse side is the right one, spoiled."""
+    """One more pair for each given pair: the rejected side is the chosen one, spoiled."""
     rng, ways = Random(seed), [*SPOILS.items()]
     found = []
     for number, row in enumerate(pairs):

@@ -1,5 +1,5 @@
-"""When is a learned reward hacked, and what holds it? A reward model learns from pairs of right and wrong answers of
-the model itself; RL then follows it, beside RL with the rule that it imitates. From nothing: questions, answers, pairs,
+"""When is a learned reward hacked, and what prevents it? A reward model learns from pairs of right and wrong answers of
+the model itself; RL with it is compared to RL with the rule that it imitates. Does all: questions, answers, pairs,
 settings by trials on other questions, all arms and seeds, RESULTS.md and its pictures.
 
     python experiments/learned_reward/run.py           # from the weights of experiments/smolvlm; or --model FOLDER
@@ -36,15 +36,15 @@ TRIAL_SEED = 100
 KINDS = [kind for kind in SCENE_KINDS if kind != "describe"]
 LEARNED = [
     {"verifier": "model", "name": "learned", "args": {"path": "{after}", "normalise": True}},
-    {"verifier": "exact", "weight": 0.0},  # what is true
+    {"verifier": "exact", "weight": 0.0},  # the true accuracy, only reported
 ]
 
 
 def write_pairs(out: Path, common: Sequence[str], asked: Path, tiny: bool) -> None:
-    """From answers of the model to questions that RL does not ask; a tenth of these is held out for trials, and a tenth
-    for the page.
+    """Write pairs from the model's answers to questions that RL does not use; a tenth of these is held out for trials,
+    and a tenth for the page.
     """
-    if (out / "spoiled-train.jsonl").exists():  # which is written last
+    if (out / "spoiled-train.jsonl").exists():  # the file that is written last
         return
     options = (str(HERE / "generate.yaml"), *common, f"data.train={asked}")
     job = Job(arm="answers", seed=0, command="generate", options=options)
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return f"data.val={json.dumps([{'path': str(rows / f'{split}.jsonl'), 'name': 'test'}])}"
 
     def learner(arm: str, after: str, kl: float, rate: str, seed: int, split: str) -> Job:
-        """With the reward model `after`; without one, with the rule."""
+        """RL with the reward model of the arm `after`; if empty, with the rule."""
         options = [f"data.train={rows / 'train.jsonl'}", asked(split), f"train.lr={rate}"]
         options += [f"reward.terms={json.dumps(LEARNED)}"] if after else []
         options += [f"algorithm.kl.coef={kl}"] if kl else []
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     trials = [learner(f"rule@{rate}", "", 0, rate, TRIAL_SEED, "dev") for rate in rates["rule"]]
     failed = run("dev", [*trials, *(judge(f"rm@{rate}", "plain", rate, TRIAL_SEED, "dev") for rate in rates["rm"])])
     best = best_rates(read(out / "dev" / "results"))
-    cut_off = failed and time.time() > args.until  # then rates are not those of all trials
+    cut_off = failed and time.time() > args.until  # not all trials ran, so the best rates are not known
     if not (args.dev or cut_off) and best.keys() == RATES.keys():
         rule, rm = best["rule"], best["rm"]
         as_it_is = (str(HERE / "rl.yaml"), *common, asked("test"))

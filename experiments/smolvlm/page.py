@@ -1,4 +1,4 @@
-"""RESULTS.md of this experiment, from its stored JSONs."""
+"""Writes RESULTS.md of this experiment, from its stored JSONs."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,5 @@
 """Conversations about drawn pictures, several questions each, from the builders of `saccade data`: solids, charts, and
-words, which are those that the tokenizer has as one token, spelled out sometimes.
+words that are one token of the tokenizer, sometimes spelled out.
 
     python experiments/smolvlm/pictures.py MODEL out/train.jsonl --rows 20000 --workers 16
 """
@@ -33,12 +33,12 @@ CHARTS_ASKED = ("value", "value", "which", "value", "compare", "difference", "co
 
 
 def unseen(word: str) -> bool:
-    """Words that no training picture shows."""
+    """Whether a word is held out of all training pictures."""
     return zlib.crc32(word.encode()) % 20 == 0
 
 
 def words_of(model: str) -> list[str]:
-    """Of three to eight letters, one token behind a blank and early among tokens: common words."""
+    """Common words of three to eight letters: one token after a blank, with a small token id."""
     vocabulary = json.loads((Path(model) / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
     marked = (token[1:] for token, number in vocabulary.items() if token[0] == "Ġ" and number < COMMON)
     found = (word for word in marked if word.isascii() and word.isalpha() and word.islower() and 3 <= len(word) <= 8)
@@ -64,7 +64,7 @@ def chart(rng: Random, index: int) -> tuple[Image.Image, Turns]:
 
 
 def words(rng: Random, index: int, *, known: Sequence[str]) -> tuple[Image.Image, Turns]:
-    """One to five words, a number, or a sum."""
+    """A picture of one to five words, a number, or a sum, with its turns."""
     kind = rng.choice(("words", "words", "words", "number", "sum"))
     chosen = rng.sample(known, rng.randint(1, 5))
     if kind == "words":

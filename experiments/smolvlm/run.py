@@ -1,5 +1,5 @@
-"""A small real model that reads pictures: SmolLM2-135M-Instruct behind a tower that begins with random weights, taught
-by `saccade sft` on drawn words, solids and charts. From nothing: weights, pictures, both stages, RESULTS.md.
+"""A small real model that reads pictures: SmolLM2-135M-Instruct with a vision tower of random weights, trained by
+`saccade sft` on drawn words, solids and charts. Does all: weights, pictures, both stages, RESULTS.md.
 
     python experiments/smolvlm/run.py                              # 8 minutes of one H200
     python experiments/smolvlm/run.py --probe --seconds 110        # what to train first: loss by seconds
@@ -29,10 +29,10 @@ from saccade.plugins.drawn import chart_questions, drawn_sets, scene_questions, 
 from saccade.plugins.families import tiny  # noqa: E402
 from saccade.run.loggers import read_metrics  # noqa: E402
 
-# What of the decoder stays as it is: all but its first four layers. Weights that do not change need not travel.
+# Freezes the decoder except its first four layers: frozen weights need not be packed.
 EARLY = r"freeze:re:language_model\.(embed_tokens|norm|layers\.([4-9]|[12]\d)\.)"
 LLM = "train.lr_scale={llm: 0.2}"
-STAGES = {  # arm → rows, its options
+STAGES = {  # arm → number of rows, options
     "first": (12_000, ["model.train=freeze:llm", "train.lr=1e-3", "train.epochs=2"]),
     "second": (30_000, [f"model.train={EARLY}", LLM, "train.lr=6e-4", "train.epochs=3", "run.max_hours=0.083"]),
 }
@@ -46,7 +46,7 @@ PROBES = {  # on other pictures
 
 
 def held_out(folder: Path, model: Path, rows: int) -> list[str]:
-    """Questions about new pictures: so many of each kind. Words of `unseen` are on no training picture."""
+    """Write questions about new pictures, `rows` of each kind. Words of `unseen` are on no training picture."""
     side = pictures.SIDE
     scenes, charts = ([kind for kind in kinds if kind != "describe"] for kinds in
                       (scene_questions.SCENE_KINDS, chart_questions.CHART_KINDS))  # fmt: skip
@@ -65,7 +65,7 @@ def held_out(folder: Path, model: Path, rows: int) -> list[str]:
 
 
 def draw(model: Path, file: Path, rows: int, seed: int, workers: int) -> None:
-    """In a process without threads, which may be forked."""
+    """Draw in a separate process, which has no threads, so that it may fork."""
     command = [sys.executable, HERE / "pictures.py", model, file, "--rows", rows, "--seed", seed, "--workers", workers]
     subprocess.run([*map(str, command)], check=True)
 

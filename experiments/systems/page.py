@@ -1,4 +1,4 @@
-"""RESULTS.md of this experiment and its picture, from the JSONs of its runs."""
+"""Writes RESULTS.md of this experiment and its picture, from the JSONs of its runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ ARMS = {
 SHORT = {"ahead": "`rollout.ahead=1`", "vllm": "vLLM", "beside": "`rollout.ahead=1` side by side"}
 FIRST = "embedded"
 SCORE, LEARNED = "val/val/accuracy", "reward/accuracy"
-SMOOTH = 9  # steps of which a point of a learning curve is the mean
+SMOOTH = 9  # steps over which a point of a learning curve is averaged
 PAGE = """# The same run, carried out otherwise
 
 {summary}
@@ -135,7 +135,7 @@ def mean_after_first(run: Mapping[str, Any], metric: str) -> float:
 
 
 def same(run: Mapping[str, Any], first: Mapping[str, Any]) -> int:
-    """Steps from the first on whose rollouts have the same rewards and lengths."""
+    """Number of first steps in which rollouts have the same mean reward and length in both runs."""
     pairs = ([[point[2] for point in one["curves"][name]] for one in (run, first)]
              for name in (LEARNED, "length/response_mean"))  # fmt: skip
     alike = np.all([np.equal(*(values[: min(map(len, both))] for values in both)) for both in pairs], axis=0)
@@ -143,7 +143,7 @@ def same(run: Mapping[str, Any], first: Mapping[str, Any]) -> int:
 
 
 def inside(runs: Found, first: Found) -> float:
-    """Share of the steps at which the mean of one learning curve lies inside the interval of another."""
+    """Share of the steps at which the mean of one learning curve is inside the interval of the other."""
     one, other = (np.array([smoothed([point[2] for point in run["curves"][LEARNED]]) for run in arm.values()])
                   for arm in (runs, first))  # fmt: skip
     halves = np.array([half_width(column) for column in other.T])
@@ -156,7 +156,7 @@ def smoothed(values: list[float]) -> np.ndarray:
 
 
 def summary(found: Mapping[str, Found], first: Found) -> str:
-    """One paragraph, in numbers."""
+    """The findings in one paragraph, with numbers."""
     score = ends(first, SCORE)
     others = [f"{SHORT[arm]} {gain(ends(runs, SCORE), score)} points"
               for arm, runs in found.items() if arm in SHORT]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Does it matter how a run is carried out? One GRPO run of the quickstart's task with the embedded engine, in two
-processes, with rollouts ahead of training, and with vLLM. From nothing: scenes, models, all arms and seeds, RESULTS.md
-and its picture. With one thread a process, as below, it needs no GPU and no second core.
+"""Do engine, processes and scheduling change what a run learns? One GRPO run of the quickstart's task with the embedded
+engine, in two processes, with rollouts ahead of training, and with vLLM. Does all: scenes, models, all arms and seeds,
+RESULTS.md and its picture. With one thread per process, as below, it needs no GPU and no second core.
 
-    OMP_NUM_THREADS=1 python experiments/systems/run.py     # an interpreter with vLLM runs that arm, too
+    OMP_NUM_THREADS=1 python experiments/systems/run.py     # also runs the vLLM arm if vLLM is installed
     python experiments/systems/run.py --arms ranks ahead    # only these, and the cold start
     python experiments/systems/run.py --page                # writes the page of the stored results
     python experiments/systems/run.py --tiny                # two steps, in seconds
@@ -24,19 +24,19 @@ from saccade.plugins.quickstart import quickstart  # noqa: E402
 
 SIZE = {"demonstrations": 400, "prompts": 2000, "evaluation": 600}
 TINY = {"demonstrations": 64, "prompts": 16, "evaluation": 8}
-# What an arm changes of rl.yaml. The first is what all others are compared with.
+# Options that an arm changes in rl.yaml. The others are compared with the first.
 ARMS: dict[str, tuple[str, ...]] = {
     "embedded": (),
     "ahead": ("rollout.ahead=1",),
     "ranks": ("run.gpus=2",),
     "vllm": ("rollout.engine=vllm",),
     "beside": ("rollout.ahead=1", "rollout.replicas=1"),
-    "order": ("data.order=sequential",),  # not shuffled: how far apart runs of one engine are
+    "order": ("data.order=sequential",),  # not shuffled: shows how much runs with one engine vary
 }
 
 
 def jobs_of(out: Path, seeds: Sequence[int], tiny: bool) -> list[Job]:
-    """A cold start of each seed, from its own random weights; every arm starts from it."""
+    """The jobs: per seed a cold start from its own random weights, and every arm starting from it."""
     data = quickstart.draw_data(out / "data", TINY if tiny else SIZE, 0)
     arms = {arm: options for arm, options in ARMS.items() if arm != "vllm" or find_spec("vllm")}
     changes = [str(HERE / "tiny.yaml")] if tiny else []

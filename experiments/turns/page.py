@@ -1,4 +1,4 @@
-"""RESULTS.md of this experiment and its picture, from the JSONs of its runs."""
+"""Writes RESULTS.md of this experiment and its picture, from the JSONs of its runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ ARMS = {
 }
 PAIRS = {"cold": ("masked", "unmasked"), "cold_chats": ("masked_chats", "unmasked_chats")}
 LIMITS = (1, 2, 4, 6, 8, 12, 16, 32)
-BROKEN = ("turn_length", "eos_no_answer")  # a call that is cut off at 16 tokens, or a turn that says nothing
+BROKEN = ("turn_length", "eos_no_answer")  # a call truncated at 16 tokens; a turn without a call or an answer
 PAGE = """# Mini-o3: searching for longer than in training
 
 {summary}
@@ -116,14 +116,14 @@ def write_page(results: Path, path: Path, images: Path) -> None:
 
 
 def within(runs: Found) -> dict[int, dict[int, float]]:
-    """Limit of turns → seed → share of right answers."""
+    """Accuracy within a limit of turns: limit → seed → share of right answers."""
     sets = {name.rpartition("/")[0] for run in runs.values() for name in run["curves"] if name.endswith("/accuracy")}
     (name,) = sets - {"reward"} or {"val/val"}
     return {limit: ends(runs, f"{name}/accuracy_within_{limit}_turns") for limit in LIMITS}
 
 
 def broken(runs: Found) -> dict[int, float]:
-    """Seed → share of the episodes; a run in which none ended so has no such metric."""
+    """Share of episodes that end in BROKEN, by seed; a run without such episodes has no such metric."""
     of_all = [(seed, name, curve[-1][2]) for seed, run in runs.items() for name, curve in run["curves"].items()]
     return {seed: sum(value for one, name, value in of_all if one == seed and name.endswith(BROKEN)) for seed in runs}
 
@@ -151,7 +151,7 @@ def ahead_row(arm: str, arms: Mapping[str, Found]) -> list[str]:
 
 
 def over_steps(runs: Found, metric: str) -> dict[int, float]:
-    """Of each seed the mean over stored steps; only where something is weighed are there effective samples."""
+    """Mean of a metric over stored steps, by seed; mismatch/ess exists only in runs with importance weights."""
     curves = {seed: run["curves"][metric] for seed, run in runs.items() if metric in run["curves"]}
     return {seed: float(np.mean([value for *_, value in curve])) for seed, curve in curves.items()}
 
@@ -161,7 +161,7 @@ def trial(arm: str, runs: Found) -> list[str]:
 
 
 def summary(arms: Mapping[str, Found]) -> str:
-    """One paragraph, in numbers."""
+    """The findings in one paragraph, with numbers."""
     said = []
     for start, names in PAIRS.items():
         masked, unmasked = (within(arms.get(arm, {}))[LIMITS[-1]] for arm in names)

@@ -1,6 +1,6 @@
-"""Mini-o3: does a policy that is trained to search in six turns go on for up to 32 when it may, if unfinished searches
-teach it nothing (over-turn masking), and only then? From nothing: scenes, a model that can read, all arms and seeds,
-RESULTS.md and its picture.
+"""Mini-o3: does a policy that is trained to search in six turns continue for up to 32 at test time, if unfinished
+searches are masked in training (over-turn masking), and only then? Does all: scenes, a model that can read, all arms
+and seeds, RESULTS.md and its picture.
 
     python experiments/turns/run.py                              # one H200, 12 runs side by side
     python experiments/turns/run.py --at-once 2                  # two cores, two hours
@@ -23,12 +23,12 @@ from experiments.arms import Job, command_line, run_and_write  # noqa: E402
 from experiments.turns.page import write_page  # noqa: E402
 from experiments.turns.search_rows import SIZES, TINY, build_model, draw_rows  # noqa: E402
 
-# What all seeds share, as they would share a pretrained model: arm → rows, options.
+# Training that all seeds share, in place of a pretrained model: arm → rows, options.
 BASE = {
     "read": ("read", ("run.max_steps=320", "train.prompts_per_step=64", "train.lr=1.5e-3")),
     "chat": ("chat", ("run.max_steps=600", "train.prompts_per_step=16", "train.lr=1e-3")),
 }
-# Cold starts: arm → how many chats are among the 600 demonstrations, options. Each demonstration is seen as often.
+# Cold starts: arm → number of chats added to the 600 demonstrations, options. All see a demonstration equally often.
 STARTS = {
     "cold": (0, ("run.max_steps=120", "train.prompts_per_step=32", "train.lr=2e-3")),
     "cold_chats": (200, ("run.max_steps=160", "train.prompts_per_step=32", "train.lr=2e-3")),

@@ -1,5 +1,5 @@
-"""Rows of the visual search: single places to read, chats about many of them, scenes with a searcher's turns, scenes to
-train on and to measure on; and a model with random weights whose tokens are their words. All seeds share them.
+"""Rows of the visual search: single cells to read, chats about many cells, scenes with an expert's turns, scenes for
+training and evaluation; and a model with random weights whose tokens are phrases of these. All seeds share them.
 
     rows = draw_rows(Path("runs/turns/rows"), SIZES, HERE / "common.yaml", workers=16)
     build_model(Path("runs/turns/model"), rows)
@@ -28,10 +28,10 @@ from saccade.types import Message
 
 SIZES = {"read": 8000, "chat": 8000, "shown": 600, "train": 3200, "val": 256, "dev": 256}
 TINY = {"read": 4, "chat": 4, "shown": 8, "train": 4, "val": 2, "dev": 2}
-GRID, VIEW = 4, 56  # places a side; pixels a side as the model sees them
-PICTURES = {"read": 1, "chat": 32}  # of the longest chat
-MISTAKES = 0.4  # wrong calls among those that are shown, each with its correction
-SHARDS = 16  # a scene depends on its shard and its place there
+GRID, VIEW = 4, 56  # cells per side; pixels per side as the model sees a cell
+PICTURES = {"read": 1, "chat": 32}  # pictures in the longest chat
+MISTAKES = 0.4  # share of wrong calls in demonstrations, each followed by its correction
+SHARDS = 16  # fixed, as a scene depends on its shard and its index there
 MODEL = {
     "text": {
         **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "initializer_range": 0.1},
@@ -44,10 +44,10 @@ MODEL = {
 
 
 def draw_rows(folder: Path, sizes: Mapping[str, int], config: Path, workers: int) -> dict[str, Path]:
-    """Files by name; no scene is in two of them."""
+    """Write the files; returns them by name. No scene is in two of them."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / f"{name}.jsonl" for name in sizes} | {"shown": folder / "shown" / "train.jsonl"}
-    if files["shown"].exists():  # it is written last
+    if files["shown"].exists():  # the file that is written last
         return files
     for name in sizes.keys() - PICTURES.keys() - {"shown"}:
         write_scenes(files[name], sizes[name], workers)
@@ -76,9 +76,9 @@ def write_shard(file: Path, shard: int, count: int) -> Path:
 
 
 def write_chats(file: Path, scenes: Path, count: int, most: int) -> None:
-    """Chats about one place after the other: what a pretrained model would bring along. In long ones the assistant
-    counts on through the boxes of a grid. Nobody searches in them: what is shown does not follow from what is said;
-    nobody calls a tool.
+    """Write chats about one cell after another, which teach what a pretrained model would know. In long chats the
+    assistant also lists the boxes of the grid in order. They contain no search: pictures do not depend on what the
+    assistant says, and it calls no tool.
     """
     pool = datasets.load([DataSource(path=str(scenes))], DataConfig()).samples
     rng = np.random.default_rng(most)
@@ -109,7 +109,7 @@ def build_model(folder: Path, rows: Mapping[str, Path]) -> str:
 
 
 def phrases(texts: Sequence[str]) -> list[str]:
-    """What becomes a token: tags, boxes, and what stands between them and digits."""
+    """The phrases that become tokens: tags, boxes, and the texts between these and digits."""
     marks = r"(</?\w+>|\{\"bbox_2d\": |\[[\d., ]+\]|observation_|[\d\[])"
     pieces = {piece for text in texts for piece in re.split(marks, text) if len(piece) > 1}
     return sorted(pieces - {"<image>"} | {"user\n", "assistant\n"})
