@@ -105,7 +105,7 @@ def write_page(results: Path, path: Path, images: Path) -> None:
 
 def row(arm: str, runs: Found, first: Found) -> list[str]:
     last = {seed: float(np.mean([point[2] for point in run["curves"][LEARNED][-10:]])) for seed, run in runs.items()}
-    ages = {seed: mean_after_first(run, "data/staleness_mean") for seed, run in runs.items()}
+    ages = {seed: mean_over_steps(run, "data/staleness_mean") for seed, run in runs.items()}
     gaps = [point[2] for run in runs.values() for point in run["curves"].get("mismatch/logp_gap_max", ())]
     other = arm != FIRST
     shared = [same(runs[seed], first[seed]) for seed in runs if seed in first]
@@ -130,7 +130,7 @@ def start_of(runs: Found) -> dict[int, float]:
     return {seed: run["curves"][SCORE][0][2] for seed, run in runs.items()}
 
 
-def mean_after_first(run: Mapping[str, Any], metric: str) -> float:
+def mean_over_steps(run: Mapping[str, Any], metric: str) -> float:
     return float(np.mean([point[2] for point in run["curves"].get(metric, [[0, 0, 0.0]])]))
 
 
