@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a tiny model and little work")
     parser.add_argument("--steps", type=int, help="of each part, the first warms up; 2 or 3 unless given")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of one part")
-    parser.add_argument("--trl-micro", type=int, default=16, help="sequences of a forward of TRL")
+    parser.add_argument("--trl-micro", type=int, default=8, help="sequences of a forward of TRL")
     parser.add_argument("--set", nargs="*", default=[], help="options of saccade: key=value")
     args = parser.parse_args()
     args.folder = args.folder.resolve()
