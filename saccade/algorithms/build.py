@@ -34,10 +34,11 @@ def build(
     given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, max_tokens: int, ahead: int = 0
 ) -> Algorithm:
     """The algorithm of a whole run; `max_tokens`: limit per episode. If rollouts run `ahead`, tokens get tis.token
-    weights, unless `correct` is given or `old` is rollout.
+    weights, unless the preset or the config gives `correct` (even an empty one), or `old` is rollout.
     """
     row = row_of(given.preset)
-    if weighed := bool(ahead) and "correct" not in given.model_fields_set and given.old != "rollout":
+    named = given.correct or "correct" in given.model_fields_set
+    if weighed := bool(ahead) and not named and given.old != "rollout":
         given = given.model_copy(update={"correct": (CorrectionConfig(name="tis.token"),)})
     estimator = _choose("advantage", given.advantage, given)
     loss = _choose("policy_loss", given.policy_loss, given)

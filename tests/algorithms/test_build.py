@@ -86,6 +86,18 @@ def test_old_log_probs_of_several_updates(algorithm):
     assert algorithm("preset=rloo", "kl.coef=0", updates_per_step=1).old == "detach"
 
 
+@pytest.mark.parametrize(("overrides", "chosen"), [
+    ([], ["tis.token"]),
+    (["old=rollout"], []),
+    (["correct=[]"], []),
+    (["correct=[seq_mask]"], ["seq_mask"]),
+    (["preset=[grpo,icepop]"], ["icepop"]),  # the preset's own
+    (["preset=[grpo,icepop]", "correct=[tis.sequence]"], ["tis.sequence"]),
+])  # fmt: skip
+def test_the_correction_of_rollouts_ahead_is_chosen_where_there_is_none(algorithm, overrides, chosen):
+    assert [c.name for c in algorithm(*overrides, "rollout.ahead=1").corrections] == chosen
+
+
 MINE = '''
 from saccade.algorithms.corrections import Correction
 from saccade.algorithms.table import Entry
