@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.config import TrackConfig
+from saccade.plugins.reports.diagnosis import advise_ahead
 from saccade.plugins.reports.eval_report import write_eval_report
-from saccade.plugins.reports.report import charts_of, from_run, side_by_side
+from saccade.plugins.reports.report import charts_of, from_run
 from saccade.plugins.reports.report_page import Chart, Curve, Report, Table, write_report
 from saccade.run.loggers import Loggers
 from tests.browser import needs_browser, page_data
@@ -35,6 +36,7 @@ def rows(steps=40):
             **{"step": step, "reward/mean": 0.1 * step, "reward/accuracy": min(1.0, 0.02 * step)},
             **{"reward/count": 0.5, "policy/grad_norm": None if step == 3 else 0.5},
             **{"turns/mean": 1.0, "time/step": 2.0, "time/rollout": 1.5},
+            **{"length/response_mean": 9.0, "length/response_max": 90.0},
             "time/bottleneck": "rollout",
         }
         for step in range(1, steps + 1)
@@ -61,7 +63,7 @@ def page(open_folder, build):
         return from_run(folder.path)
 
 
-def test_a_run_as_data(page):
+def test_a_run_as_data(page, caplog):
     assert page.name == "report.html"
     data = page_data(page)
     assert data["facts"]["accuracy on six"] == "50.0\u00a0% → 75.0\u00a0%"
@@ -87,19 +89,39 @@ def test_a_run_as_data(page):
         *(("train", 1, "wrong"), ("train", 40, "right")),
     ]
     assert len(episodes["pictures"]) == 1  # each picture once
-    above = CliRunner().invoke(app, ["report", str(page.parent.parent)], env={"COLUMNS": "500"})
+    caplog.set_level("INFO")
+    runner = CliRunner()
+    assert runner.invoke(app, ["report", str(page.parent)]).exit_code == 0
+    assert data["notes"][-1].endswith("use rollout.ahead=1") and data["notes"][-1] in caplog.messages
+    above = runner.invoke(app, ["report", str(page.parent.parent)], env={"COLUMNS": "500"})
     assert above.stderr.strip().endswith(f"give one such as {page.parent}")
 
 
-@pytest.mark.parametrize(("seconds", "longest", "given"), [(30.0, 9, 2), (1.0, 9, 1), (1e6, 9, 7), (330.0, 90, 3)])
-def test_gpus_are_divided_by_time(seconds, longest, given):
-    """A rollout phase that waits for one long answer takes no less time on more GPUs."""
-    phases = {"rollout": seconds, "update": 80.0, "logp_old": 10.0, "save": 500.0}
-    config = {"run": {"gpus": 8}, "rollout": {"replicas": 0}}
-    rows = [{"step": 0}, {"step": 1, "length/response_mean": 9.0, "length/response_max": longest}]
-    (line,) = side_by_side(rows, phases, config)
-    assert line.endswith(f"rollout.ahead=1 rollout.replicas={given} run.gpus={8 - given}")
-    assert side_by_side(rows, phases, config | {"run": {"gpus": 1}}) == []
+WITHIN, BESIDE = "use rollout.ahead=1", "use rollout.ahead={} rollout.replicas={} run.gpus={}".format
+
+
+@pytest.mark.parametrize(("seconds", "mean", "options", "tips"), [
+    (27.7, 960, {}, [WITHIN]),
+    (27.7, 960, {"gpus": 8}, [WITHIN, BESIDE(2, 3, 5)]),
+    (13.85, 960, {"gpus": 8, "ahead": 1}, [BESIDE(2, 3, 5)]),  # so long is a phase of the same answers
+    (9.23, 960, {"gpus": 8, "ahead": 2}, [BESIDE(2, 3, 5)]),
+    (9.23, 960, {"gpus": 8, "ahead": 4}, [BESIDE(4, 4, 4)]),
+    (1e6, 960, {"gpus": 8}, [WITHIN, BESIDE(2, 7, 1)]),
+    (27.7, 960, {"gpus": 8, "replicas": 2}, [WITHIN]),
+    (27.7, 960, {"gpus": 8, "replicas": 2, "ahead": 1}, []),
+    (27.7, 960, {"ahead": 1}, []),
+    (27.7, 6000, {"gpus": 8}, []),  # answers of much the same length
+    (5.0, 960, {"gpus": 8}, []),  # little to gain
+    (27.7, 0, {"gpus": 8}, []),  # lengths are not known
+    (27.7, 960, {"preset": ["gpg"]}, []),  # which refuses it
+])  # fmt: skip
+def test_what_a_report_advises_about_rollouts_ahead(seconds, mean, options, tips):
+    phases = {"rollout": seconds, "update": 6.0, "logp_old": 0.4, "save": 500.0}
+    sections = {"run": ("gpus",), "rollout": ("ahead", "replicas"), "algorithm": ("preset",)}
+    config = {name: {key: options[key] for key in keys if key in options} for name, keys in sections.items()}
+    rows = [{"step": 0}, {"step": 1, "length/response_mean": mean, "length/response_max": 8192}]
+    lines = advise_ahead(rows, phases, config)
+    assert [tip for line in lines for tip in re.findall(r"use [^;]+", line)] == tips and len(lines) <= 1
 
 
 @needs_browser

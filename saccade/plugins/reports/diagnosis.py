@@ -1,4 +1,4 @@
-"""Says early why little is learned, what it costs, and which option changes it.
+"""Says early why little is learned, what it costs, and which option changes it; and what rollouts ahead would save.
 
 Reads the metrics of the last steps: as many as hold `ENOUGH` responses, `WINDOW` at most.
 
@@ -6,9 +6,12 @@ Reads the metrics of the last steps: as many as hold `ENOUGH` responses, `WINDOW
     'nothing is learned: the learning rate is 0; set train.lr and look at train.schedule'
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
+
+from saccade.config.schema.presets import PRESETS
 
 WINDOW = 5  # steps that are always enough
 ENOUGH = 128  # responses that are enough, in however few steps
@@ -125,6 +128,31 @@ def diagnose_answers(metrics: Row, unread: str) -> dict[str, str]:
     row = {f"length/{name}": metrics[name] for name in ("truncated_frac", "parse_rate") if name in metrics}
     held = _first_large(_holding(ANSWERS, [row] * WINDOW))
     return {name: _line(name, mean, unread, row) for name, mean in held.items()}
+
+
+def advise_ahead(rows: Sequence[Row], phases: Mapping[str, float], config: Mapping[str, Any]) -> list[str]:
+    """Whether answers of later steps should fill the time in which a step waits for its longest ones (docs/engines.md).
+    Engines of their own are faster from two steps ahead on. Always full, they need the share of the rollout phases that
+    a mean answer has of the longest one; a phase is 1 / (1 + ahead) of what the longest one takes.
+    """
+    names = config["algorithm"].get("preset") or ()
+    gpus, rollout, options = config["run"].get("gpus", 1), phases.get("rollout", 0.0), config["rollout"]
+    ahead, replicas = options.get("ahead", 0), options.get("replicas", 0)
+    training = sum(phases.get(name, 0.0) for name in ("update", "logp_old", "logp_ref", "values"))
+    mean, longest = (sum(row.get(f"length/response_{name}") or 0.0 for row in rows) for name in ("mean", "max"))
+    refused = any(PRESETS.get(name, {}).get("on_policy") for name in ([names] if isinstance(names, str) else names))
+    if refused or rollout < training or not 0 < mean <= longest / 2:
+        return []
+    took = (
+        f"rollouts take {rollout / (rollout + training):.0%} of the time, and a mean answer has {mean / longest:.0%} "
+    )
+    tips = [] if ahead else ["to sample answers of the next step while the longest are written, use rollout.ahead=1"]
+    if gpus > 1 and not replicas:
+        full = rollout * min(1.0, (1 + ahead) * mean / longest)
+        given = min(gpus - 1, math.ceil(gpus * full / (full + training)))
+        beside = f"rollout.ahead={max(2, ahead)} rollout.replicas={given} run.gpus={gpus - given}"
+        tips.append(f"to sample while the others train, which is faster from two steps ahead on, use {beside}")
+    return [f"{took}of the tokens of the longest: {'; '.join(tips)}"] if tips else []
 
 
 def _causes(steps: Sequence[Row]) -> dict[str, float]:

@@ -17,7 +17,7 @@ import yaml
 
 from saccade.errors import ConfigError
 from saccade.plugins.reports.comparison import independent_difference
-from saccade.plugins.reports.diagnosis import diagnose
+from saccade.plugins.reports.diagnosis import advise_ahead, diagnose
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Cell, Chart, Curve, Estimate, Point, Report, Table, write_report
 from saccade.run.folder import CONFIG, MANIFEST, METRICS
@@ -72,8 +72,11 @@ BESIDE_ACCURACY = {  # metric -> label, whether it is a share
 
 
 def from_run(folder: Path) -> Path:
-    """Write report.html of any run folder and return its path."""
-    return write_with_episodes(folder, run_report(folder))
+    """Write report.html of any run folder and return its path. Its notes are logged, too."""
+    report = run_report(folder)
+    for note in report.notes:
+        log.info(note)
+    return write_with_episodes(folder, report)
 
 
 def write_with_episodes(folder: Path, report: Report) -> Path:
@@ -97,7 +100,7 @@ def run_report(folder: Path) -> Report:
         title=folder.resolve().name,
         subtitle=subtitle_of(manifest),
         facts=run_facts(rows, config),
-        notes=[*diagnose(rows).values(), *side_by_side(rows, phases, config)],
+        notes=[*diagnose(rows).values(), *advise_ahead(rows, phases, config)],
         tables=before_after(rows),
         charts=charts_of(rows),
         phases=phases,
@@ -173,23 +176,6 @@ def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
         presets = config["algorithm"].get("preset")
         facts["algorithm"] = presets if isinstance(presets, str) else " + ".join(presets or ())
     return facts
-
-
-def side_by_side(rows: Rows, phases: Mapping[str, float], config: Mapping[str, Any]) -> list[str]:
-    """How the GPUs of a run would be divided, if rollouts and training ran at the same time. Engines that are always
-    full need the share of the rollout phases that a mean answer needs of the longest one.
-    """
-    gpus, rollout = config["run"].get("gpus", 1), phases.get("rollout", 0.0)
-    if gpus < 2 or not rollout or config["rollout"].get("replicas"):
-        return []
-    mean, longest = (sum(row.get(f"length/response_{name}") or 0.0 for row in rows) for name in ("mean", "max"))
-    full = rollout * (mean / longest if longest else 1.0)
-    training = sum(phases.get(name, 0.0) for name in ("update", "logp_old", "logp_ref", "values"))
-    given = min(gpus - 1, math.ceil(gpus * full / (full + training)))
-    took = f"rollouts take {rollout / (rollout + training):.0%} of the time of {gpus} GPUs"
-    often = f"{full / (full + training):.0%} if none waited for the longest answers"
-    options = f"rollout.ahead=1 rollout.replicas={given} run.gpus={gpus - given}"
-    return [f"{took}, {often}; to run them beside training, use {options}"]
 
 
 def duration(seconds: float) -> str:
