@@ -18,12 +18,13 @@ from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs  # noqa: E
 from saccade.algorithms.aggregation import AGGREGATIONS  # noqa: E402
 from saccade.algorithms.build import resolve  # noqa: E402
 from saccade.algorithms.corrections import CORRECTIONS, Correction, Mismatch  # noqa: E402
-from saccade.algorithms.describe import extras, numbers  # noqa: E402
+from saccade.algorithms.describe import ahead_of, extras, numbers  # noqa: E402
 from saccade.algorithms.policy_losses import KINDS, LOSSES, LossInputs  # noqa: E402
 from saccade.algorithms.resolved_algorithm import Algorithm  # noqa: E402
 from saccade.algorithms.table import Entry  # noqa: E402
 from saccade.config import AlgorithmConfig  # noqa: E402
 from saccade.config.schema.presets import ADD_ONS, PRESETS  # noqa: E402
+from saccade.errors import ConfigError  # noqa: E402
 from saccade.plugins.suites.suites import SUITES  # noqa: E402
 
 PAGES = [ROOT / "docs" / name for name in ("algorithms.md", "evaluation.md")]
@@ -43,15 +44,27 @@ def main() -> None:
 
 
 def presets() -> Iterator[str]:
-    yield "| preset | what it is, when to use it | formula | samples | also | arXiv |"
-    yield "|---|---|---|---|---|---|"
+    yield "| preset | what it is, when to use it | formula | samples | ahead | also | arXiv |"
+    yield "|---|---|---|---|---|---|---|"
     for name in PRESETS:
         row = resolve(AlgorithmConfig(preset=name), max_tokens=LONGEST_RESPONSE)
         samples = f"{row.samples_per_prompt}" + (" + greedy" if row.estimator.greedy else "")
         also = [f"{row.updates_per_step} updates per step."] if row.updates_per_step > 1 else []
-        also += ["Refuses rollouts that run ahead (`rollout.ahead`)."] if PRESETS[name].get("on_policy") else []
         also += [in_words(option, *found) for option, found in extras(row).items() if option != "old"]
-        yield cells(f"`{name}`", row.about, formula(row), samples, " ".join(also), links(row.paper))
+        yield cells(f"`{name}`", row.about, formula(row), samples, ahead(name, row), " ".join(also), links(row.paper))
+
+
+def ahead(name: str, row: Algorithm) -> str:
+    """Whether a preset is sound on tokens of older weights, and by what."""
+    if (default := ahead_of(name)) == "refused":
+        return "no: strictly on-policy, refused"
+    if default == "old=rollout":
+        return f"yes: `old=rollout`, {row.loss.older}"
+    try:
+        other = resolve(AlgorithmConfig(preset=name, old="rollout"), max_tokens=LONGEST_RESPONSE, ahead=1)
+    except ConfigError:  # something needs the trainer's old log-probs
+        return f"yes: `{default}`"
+    return f"yes: `{default}`" + (" or `old=rollout`" if other.allows_older else "")
 
 
 def in_words(option: str, value: str, text: str) -> str:

@@ -23,25 +23,29 @@ EXAMPLES = {"low": 0.97, "high": 1.03, "threshold": 0.01}  # shown for options w
 FIELDS = AlgorithmConfig.model_fields
 
 
-def resolve(config: AlgorithmConfig, *, max_tokens: int, **train: int | None) -> Algorithm:
+def resolve(config: AlgorithmConfig, *, max_tokens: int, ahead: int = 0, **train: int | None) -> Algorithm:
     """The algorithm of an `algorithm` section alone; `train`: options of the train section."""
     tree = {"algorithm": config.model_dump(exclude_unset=True), "rollout": {"max_tokens": max_tokens}, "train": train}
     loaded = load(tree)
-    return build(loaded.algorithm, loaded.train, loaded.reward, max_tokens)
+    return build(loaded.algorithm, loaded.train, loaded.reward, max_tokens, ahead)
 
 
 def build(
     given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, max_tokens: int, ahead: int = 0
 ) -> Algorithm:
     """The algorithm of a whole run; `max_tokens`: limit per episode. If rollouts run `ahead`, tokens get tis.token
-    weights, unless the preset or the config gives `correct` (even an empty one), or `old` is rollout.
+    weights, unless the preset or the config gives `correct` (even an empty one), or `old` is rollout, which is then
+    the default of losses made for such tokens.
     """
     row = row_of(given.preset)
+    loss = _choose("policy_loss", given.policy_loss, given)
     named = given.correct or "correct" in given.model_fields_set
+    own = bool(ahead and loss.older) and given.old == "auto" and not given.correct
+    if own and not why_recompute(build(given, train, reward, max_tokens), in_loss=False):
+        given = given.model_copy(update={"old": "rollout"})
     if weighed := bool(ahead) and not named and given.old != "rollout":
         given = given.model_copy(update={"correct": (CorrectionConfig(name="tis.token"),)})
     estimator = _choose("advantage", given.advantage, given)
-    loss = _choose("policy_loss", given.policy_loss, given)
     aggregation = given.aggregation
     if loss.name != row.get("policy_loss", "clip") and "aggregation" not in given.model_fields_set:
         aggregation = loss.own_aggregation or aggregation

@@ -99,7 +99,7 @@ def clip(
     return clipped(ratio, inputs.advantages, clip_low, clip_high, dual_clip, delta)
 
 
-@add(LOSSES, "-A new")
+@add(LOSSES, "-A new", ratio=False)
 def pg(new: Tensor, inputs: LossInputs) -> Losses:
     return -inputs.advantages * new, {}
 

@@ -95,6 +95,12 @@ class Algorithm(AlgorithmConfig):
         return tuple(c for c in self.corrections if not c.each_update)
 
     @property
+    def allows_older(self) -> bool:
+        """Whether tokens that older weights sampled are weighed, or the loss is made for them."""
+        by_loss = self.old == "rollout" and (self.loss.ratio or bool(self.loss.older))
+        return by_loss or any(c.weighs for c in self.corrections)
+
+    @property
     def in_loss(self) -> tuple[Entry, ...]:
         """Corrections that the loss computes from its own log-probs (old=detach); others are columns of a batch."""
         return self.at_once if self.old == "detach" else ()

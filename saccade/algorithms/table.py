@@ -66,6 +66,8 @@ class Entry:
     own_aggregation: str | None = None  # the aggregation that the loss was designed for
     applies_weights: bool = False  # uses the correction weights itself, so they are not multiplied in
     select: Callable[..., Any] | None = None  # chooses tokens of an optimizer step that the loss treats differently
+    ratio: bool = True  # r multiplies its gradient, so old=rollout corrects tokens of older weights
+    older: str = ""  # why the loss suits tokens of older weights without a correction; old=rollout is its default there
     by_advantage: bool = True  # zero advantages cannot move the policy from its old log-probs; False: unknown
     # KL
     in_loss: bool = True  # usable as a loss: its gradient leads to the reference

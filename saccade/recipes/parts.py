@@ -74,9 +74,11 @@ def check_algorithm(algorithm: Algorithm, scorer: Scorer | None, samples: Sequen
             scorer.component_weights(source)
     if algorithm.estimator.weigh and all(sample.extra.get("domain") is None for sample in samples):
         log.info("no row has a `domain`: all of them are one, and only difficulty weighs")
-    if ahead and algorithm.old != "rollout" and not any(c.weighs for c in algorithm.corrections):
+    if ahead and not algorithm.allows_older:
+        by_loss = algorithm.loss.ratio or algorithm.loss.older
+        also = " algorithm.old=auto" if algorithm.old == "rollout" else " or algorithm.old=rollout" if by_loss else ""
         what = f"rollout.ahead={ahead}: tokens of older weights count as if they were new"
-        log.warning(f"{what}; to weigh them, use algorithm.correct=[tis.token] or algorithm.old=rollout")
+        log.warning(f"{what}; to weigh them, use algorithm.correct=[tis.token]{also}")
 
 
 def rollout_sampling(config: Config, algorithm: Algorithm | None = None) -> Sampling:

@@ -9,6 +9,7 @@ from saccade.algorithms.describe import describe, explain
 from saccade.algorithms.table import find
 from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.errors import ConfigError
+from saccade.recipes import parts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -86,16 +87,36 @@ def test_old_log_probs_of_several_updates(algorithm):
     assert algorithm("preset=rloo", "kl.coef=0", updates_per_step=1).old == "detach"
 
 
-@pytest.mark.parametrize(("overrides", "chosen"), [
-    ([], ["tis.token"]),
-    (["old=rollout"], []),
-    (["correct=[]"], []),
-    (["correct=[seq_mask]"], ["seq_mask"]),
-    (["preset=[grpo,icepop]"], ["icepop"]),  # the preset's own
-    (["preset=[grpo,icepop]", "correct=[tis.sequence]"], ["tis.sequence"]),
+@pytest.mark.parametrize(("overrides", "old", "chosen", "says"), [
+    ([], "detach", ["tis.token"], None),
+    (["preset=[grpo,icepop]"], "recompute", ["icepop"], None),  # the preset's own
+    (["preset=[grpo,icepop]", "correct=[tis.sequence]"], "detach", ["tis.sequence"], None),
+    (["preset=easyr1"], "recompute", ["tis.token"], None),
+    (["old=rollout"], "rollout", [], None),
+    (["correct=[]"], "detach", [], "use algorithm.correct=[tis.token] or algorithm.old=rollout"),
+    (["correct=[seq_mask]"], "recompute", ["seq_mask"], "use algorithm.correct=[tis.token] or algorithm.old=rollout"),
+    # These have no ratio that would weigh.
+    (["preset=reinforce"], "detach", ["tis.token"], None),
+    (["preset=reinforce", "old=rollout"], "rollout", [], "use algorithm.correct=[tis.token] algorithm.old=auto"),
+    (["preset=cpgd", "old=rollout"], "rollout", [], "use algorithm.correct=[tis.token] algorithm.old=auto"),
+    (["preset=cpgd", "correct=[]"], "detach", [], "use algorithm.correct=[tis.token]"),
+    # These are made for old tokens.
+    (["preset=topr"], "rollout", [], None),
+    (["preset=kimi", "correct=[]"], "rollout", [], None),
+    (["preset=dppo_tv", "train.updates_per_step=2"], "rollout", [], None),
+    (["policy_loss=dro"], "rollout", [], None),
+    (["preset=[topr,tis]"], "detach", ["tis.token"], None),
+    (["preset=topr", "old=recompute"], "recompute", ["tis.token"], None),
+    (["preset=[topr,fire]"], "recompute", ["tis.token"], None),  # it needs old log-probs before training
 ])  # fmt: skip
-def test_the_correction_of_rollouts_ahead_is_chosen_where_there_is_none(algorithm, overrides, chosen):
-    assert [c.name for c in algorithm(*overrides, "rollout.ahead=1").corrections] == chosen
+def test_what_weighs_the_tokens_of_rollouts_ahead(algorithm, caplog, overrides, old, chosen, says):
+    row = algorithm(*overrides, "rollout.ahead=1")
+    assert (row.old, [c.name for c in row.corrections], row.allows_older) == (old, chosen, not says)
+    parts.check_algorithm(row, None, [], ahead=1)
+    assert [text.split("; to weigh them, ")[1] for text in caplog.messages] == [says] * bool(says)
+    parts.check_algorithm(row, None, [])
+    assert len(caplog.messages) == bool(says)
+    assert algorithm("preset=topr").old == "detach" and "kimi                   old=rollout" in explain()
 
 
 MINE = '''
@@ -214,8 +235,9 @@ def test_a_correction_of_your_own(algorithm, refused, mine, golden):
 
 
 def test_the_listing_names_every_row_and_add_on():
-    rows, _, extras = explain().partition("\n\n")
-    assert [line.split()[0] for line in rows.splitlines()] == list(PRESETS)
+    rows, extras, ahead = explain().split("\n\n")
+    assert [line.split()[0] for line in rows.splitlines()] == ["preset", *PRESETS]
+    assert ahead.startswith("ahead: ") and explain("gpg").endswith("with rollout.ahead: refused")
     assert [line.split()[0] for line in extras.splitlines()[1:]] == [*ADD_ONS]
 
 

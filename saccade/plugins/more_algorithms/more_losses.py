@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ROWS: dict[str, Entry] = {}
 
 SMALLEST_SEQUENCE_WEIGHT = 1e-8  # lower bound of W in vespo
+_ANCHORED = "a regression of new - old on A / tau needs no weights"
 
 
 @add(ROWS, "-A exp(mean over the sequence of new - old, clipped to [-clip_low, clip_high])", own_aggregation="seq_mean")
@@ -47,7 +48,7 @@ def sapo(new: Tensor, inputs: LossInputs, *, tau_positive: Positive = 1.0, tau_n
     return -inputs.advantages * (4 / tau) * (tau * (ratio - 1)).sigmoid(), {}
 
 
-@add(ROWS, "max(-A d, -A clip(d, ln(1 - clip_low), ln(1 + clip_high))) + drift, d = new - old")
+@add(ROWS, "max(-A d, -A clip(d, ln(1 - clip_low), ln(1 + clip_high))) + drift, d = new - old", ratio=False)
 def cpgd(
     new: Tensor,
     inputs: LossInputs,
@@ -73,7 +74,7 @@ def _drift(new: Tensor, gap: Tensor, cap: float) -> Tensor:
     return pull - pull.detach() + (excess - gap)
 
 
-@add(ROWS, "-A new, times sg[min(r, 1)] on bad samples")
+@add(ROWS, "-A new, times sg[min(r, 1)] on bad samples", older="bad samples weigh min(r, 1), good ones are imitated")
 def topr(new: Tensor, inputs: LossInputs, *, topr_split: Literal["reward", "advantage"] = "reward") -> Losses:
     """Bad samples get the weight min(ratio, 1), good ones 1 (arXiv 2503.14286)."""
     sign = inputs.rewards if topr_split == "reward" else inputs.advantages
@@ -83,8 +84,8 @@ def topr(new: Tensor, inputs: LossInputs, *, topr_split: Literal["reward", "adva
     return -inputs.advantages * new * weight, {}
 
 
-@add(ROWS, "-A new + tau / 2 (new - old)^2", name="dro")
-@add(ROWS, "-A new + tau / 2 (new - old)^2")
+@add(ROWS, "-A new + tau / 2 (new - old)^2", name="dro", older=_ANCHORED)
+@add(ROWS, "-A new + tau / 2 (new - old)^2", older=_ANCHORED)
 def kimi(
     new: Tensor, inputs: LossInputs, *, kimi_tau: NotNegative = 0.1, kimi_level: Literal["token", "sequence"] = "token"
 ) -> Losses:
@@ -128,9 +129,9 @@ def inside_kl(new: Tensor, old: Tensor, advantages: Tensor, clip_low: float, cli
     return near | (new <= old).where(positive, new >= old)
 
 
-_FORMULA = "-A new sg[min(r, cap)], 0 where the"
-add(ROWS, f"{_FORMULA} probability moved too far", name="dppo_tv")(_dppo(inside_tv))
-add(ROWS, f"{_FORMULA} binary KL is too large", name="dppo_kl")(_dppo(inside_kl))
+_FORMULA, _TRUSTED = "-A new sg[min(r, cap)], 0 where the", "r and the mask are against the policy that sampled"
+add(ROWS, f"{_FORMULA} probability moved too far", name="dppo_tv", older=_TRUSTED)(_dppo(inside_tv))
+add(ROWS, f"{_FORMULA} binary KL is too large", name="dppo_kl", older=_TRUSTED)(_dppo(inside_kl))
 
 
 @add(ROWS, "-A new sg[W^k exp(lambda (1 - W))], W = product of r w over the sequence", applies_weights=True)
