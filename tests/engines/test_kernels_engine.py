@@ -306,7 +306,7 @@ def test_aborted_at_every_stage(model, family, prompts, paged):
         engine.submit(request)
     done = engine.poll() + engine.poll()
     running = list(engine.scheduler.running)
-    waiting = [s.request.key for s in engine.scheduler.waiting]
+    waiting = list(engine.scheduler.waiting)
     assert not done and len(running) == 4 and len(waiting) == 8
     for key in (running[0], waiting[0], "unknown"):
         engine.abort(key)
@@ -314,7 +314,7 @@ def test_aborted_at_every_stage(model, family, prompts, paged):
     assert done[running[0]].finish == done[waiting[0]].finish == "aborted"
     assert len(done[running[0]].ids) > 10 and not len(done[waiting[0]].ids)
     while engine.pending:
-        for key in [*engine.scheduler.running, *(s.request.key for s in engine.scheduler.waiting)]:
+        for key in [*engine.scheduler.running, *engine.scheduler.waiting]:
             engine.abort(key)
         engine.poll()
     assert empty(engine)

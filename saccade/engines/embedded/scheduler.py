@@ -6,7 +6,7 @@ and pages, and evicts sequences if pages run short. Knows nothing of forwards an
     scheduler.next_parts()      # pieces of prompts for one forward
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
@@ -31,7 +31,7 @@ class Scheduler:
         self.family, self.cache, self.outputs = family, cache, outputs
         self.max_sequences, self.version = max_sequences, 0
         self.prefill_tokens = PREFILL_TOKENS  # fewer after running out of memory
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: OrderedDict[str, Sequence] = OrderedDict()
         self.evicted: deque[Sequence] = deque()  # lost their pages, keep slot and outputs
         self.running: dict[str, Sequence] = {}  # in the order of admission
         self.jobs: dict[Any, PrefillJob] = {}
@@ -45,11 +45,8 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         # Requests share a prompt only if it may be computed with the same weights.
-        self.waiting.append(Sequence(request=request, content=(self.version, content_of(request))))
-
-    def _wanted(self) -> set[Any]:
-        """The prompts of waiting requests, as `content`."""
-        return {sequence.content for sequence in self.waiting}
+        assert request.key not in self.waiting, f"request {request.key} was submitted twice"
+        self.waiting[request.key] = Sequence(request=request, content=(self.version, content_of(request)))
 
     def abort(self, key: str) -> None:
         if key in self.running:
@@ -59,10 +56,11 @@ class Scheduler:
                 self.evicted.remove(sequence)
                 sequence.ready = True  # so that it is collected, without being recomputed
             return
-        for sequence in [s for s in self.waiting if s.request.key == key]:
-            self.waiting.remove(sequence)
+        if key in self.waiting:
+            content = self.waiting.pop(key).content
             self.aborted.append(nothing_sampled(key))
-        self.prefix_cache.drop_unwanted(self._wanted())
+            if content in self.prefix_cache.prefixes and all(s.content != content for s in self.waiting.values()):
+                self.prefix_cache.drop(content)
 
     def leave(self, sequence: Sequence, completion: Completion) -> None:
         """Free the slot of a sequence that has ended; keep the pages of an episode's turn."""
@@ -95,7 +93,7 @@ class Scheduler:
             for sequence in reversed(job.members):
                 self._evict(sequence)
         self.jobs.clear()
-        for sequence in (*self.waiting, *self.evicted):
+        for sequence in (*self.waiting.values(), *self.evicted):
             sequence.content = (version, sequence.content[1])
 
     # -- admission --
@@ -106,20 +104,21 @@ class Scheduler:
             return
         self._make_room()
         tokens = sum(job.left for job in self.jobs.values())
-        while tokens < self.prefill_tokens and (queue := self.evicted or self.waiting):
-            sequence = queue[0]
+        while tokens < self.prefill_tokens and (self.evicted or self.waiting):
+            sequence = self.evicted[0] if self.evicted else next(iter(self.waiting.values()))
             if not self._place(sequence):
                 break
-            queue.popleft()
-            if queue is self.waiting:
-                key = sequence.request.key
+            if self.evicted:
+                self.evicted.popleft()
+            else:
+                key, _ = self.waiting.popitem(last=False)
                 assert key not in self.running, f"request {key} was submitted twice"
                 self.running[key] = sequence
             tokens += self._begin(sequence)
 
     def _make_room(self) -> None:
         """Reserve memory for waiting requests, as far as it is available."""
-        coming = [s.request for s in islice(self.waiting, self.max_sequences)]
+        coming = [s.request for s in islice(self.waiting.values(), self.max_sequences)]
         lengths = [*map(_most_tokens, (*coming, *(s.request for s in self.running.values())))]
         if not self.cache.reserve(lengths, len(self.prefix_cache.turns)):
             if self.cache.kernels is not None:
@@ -133,14 +132,14 @@ class Scheduler:
 
     def _refuse_longest(self, longest: int) -> None:
         """Refuse the longest request alone, so that a server goes on with the others."""
-        sequence = next(s for s in self.waiting if _most_tokens(s.request) == longest)
-        self.waiting.remove(sequence)
+        key = next(key for key, s in self.waiting.items() if _most_tokens(s.request) == longest)
+        del self.waiting[key]
         limit = self.cache.pages.count * self.cache.pages.page
         problem = ConfigError(
             f"a request may grow to {longest} tokens, but the memory of the GPU has room for the "
             f"keys and values of {limit}; lower rollout.max_tokens"
         )
-        problem.request = sequence.request.key
+        problem.request = key
         raise problem
 
     def _place(self, sequence: Sequence) -> bool:
@@ -238,7 +237,7 @@ class Scheduler:
         of each prompt, and the members that draw from it.
         """
         done = {key: job for key, job in self.jobs.items() if job.hidden is not None}
-        groups, started, wanted = [], [], self._wanted() if done else set()
+        groups, started, wanted = [], [], {s.content for s in self.waiting.values()} if done else set()
         for key, job in done.items():
             del self.jobs[key]
             assert job.hidden is not None
@@ -329,7 +328,10 @@ class PrefixCache:
     def drop_unwanted(self, wanted: set[Any]) -> None:
         """Drop prompts that no waiting request begins with."""
         for content in [content for content in self.prefixes if content not in wanted]:
-            self.cache.pages.drop(self.prefixes.pop(content).pages)
+            self.drop(content)
+
+    def drop(self, content: Any) -> None:
+        self.cache.pages.drop(self.prefixes.pop(content).pages)
 
     def turn_before(self, request: Request) -> IdleTurn | None:
         """Remove and return the turn that a request continues. Another turn of its episode is dropped."""
@@ -347,7 +349,7 @@ class PrefixCache:
     def drop_one(self) -> bool:
         """Drop a prompt, or else the turn that has been idle longest. False if nothing is kept."""
         if self.prefixes:
-            self.cache.pages.drop(self.prefixes.pop(next(iter(self.prefixes))).pages)
+            self.drop(next(iter(self.prefixes)))
         elif self.turns:
             self.release(next(iter(self.turns)))
         else:
