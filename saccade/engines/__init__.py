@@ -64,6 +64,7 @@ class Engine(Protocol):
     """Engines that have nothing to release or to close inherit these no-ops."""
 
     version: int
+    weights_move: bool = False  # the trainer is changing its weights: an engine may not read them now
 
     def submit(self, request: Request) -> None:
         """Queue one sequence. Requests with a common prefix may share its cache; it is found by content."""

@@ -83,7 +83,8 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 groups, state, selected = select_members(rollouts, algorithm, state, weights)
                 seed = (config.run.seed, step)
                 updates = pack_updates(groups, algorithm, policy, config.train.micro_tokens, seed)
-            updates = score_forests(updates, algorithm, learners, reference, this.phase)
+            with sampler.ahead.polled():
+                updates = score_forests(updates, algorithm, learners, reference, this.phase)
             with this.phase("advantage"):
                 updates, weighed = add_advantages(updates, groups, steered, state, weights, version=engine.version)
                 updates, corrected = add_corrections(updates, steered)
@@ -92,7 +93,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             counted = beside.submit(rollout_metrics, rollouts, sampler, policy, step=step)
             measured = [beside.submit(count) for count in (weighed, corrected)]
             this.finish_validation()
-            with this.phase("update"):
+            with this.phase("update"), sampler.ahead.polled():
                 progress, learned = update_models(updates, steered, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):

@@ -13,6 +13,7 @@ memory samples until then; one that shares the trainer's stops when the step's g
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
@@ -64,6 +65,10 @@ class RolloutsAhead:
     def side_by_side(self) -> bool:
         """Whether rollouts continue while the trainer trains, until weights change."""
         return self.steps > 0 and self.pool.engine.capabilities().separate_memory
+
+    def polled(self) -> AbstractContextManager[None]:
+        """While the trainer trains: episodes beside it go on, with the next turn as soon as one ends."""
+        return self.pool.polled() if self.side_by_side else nullcontext()
 
     def last(self, step: int) -> int:
         """The last step whose rollouts may start while `step` is sampled."""

@@ -1,4 +1,4 @@
-"""Runs many episodes at once over one engine, in one thread.
+"""Runs many episodes at once over one engine, in one thread at a time: the caller's, or a background one while it trains.
 
 Finished trajectories are passed on immediately, so that rewards are computed while others are generated; groups are
 returned in the order of the samples and repeats, whatever finished first. Environments in other processes are polled
@@ -16,10 +16,13 @@ continue later, with the weights of that time and the same noise.
 """
 
 import math
+import threading
 import time
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,6 +34,7 @@ from saccade.rollout.env_setup import EnvironmentCall
 from saccade.rollout.episode import GREEDY, Play, episode, episode_key
 from saccade.types import Completion, Group, Request, Sample, Trajectory
 
+IDLE = 0.02  # seconds between two looks at environments in the background
 OnFinish = Callable[[Sample, Trajectory], None]
 
 
@@ -183,6 +187,29 @@ class Pool:
         resting, self._resting = self._resting or set(), None
         for key in [key for started in self.started for key in started.places if key in resting]:
             self._ask(key)
+
+    @contextmanager
+    def polled(self) -> Iterator[None]:
+        """In a thread, while the caller trains and leaves pool and engine alone: turns and rewards of unfinished
+        episodes are asked for as soon as others end. An error of the thread is raised at the end.
+        """
+        over, self.engine.weights_move = threading.Event(), True
+        try:
+            with ThreadPoolExecutor(1, "rollouts") as thread:
+                polling = thread.submit(self._poll_until, over)
+                try:
+                    yield
+                finally:
+                    over.set()
+            polling.result()
+        finally:
+            self.engine.weights_move = False
+
+    def _poll_until(self, over: threading.Event) -> None:
+        while not over.is_set():
+            self._poll()
+            if not self.engine.pending:
+                over.wait(IDLE)
 
     def _poll(self) -> None:
         for key in [key for key, call in self.calls.items() if call.done()]:

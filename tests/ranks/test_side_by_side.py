@@ -5,6 +5,8 @@ and no episode is lost or comes twice, also when a process is killed.
 import os
 import re
 import signal
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from saccade.plugins.engines.replicas.replica_pool import Replicas
 from saccade.recipes import rl, rl_rollout
 from saccade.recipes.validation import Validation
 from saccade.rollout.collect import Pool
+from saccade.rollout.scoring import RewardStream
 from saccade.run import checkpoint
 from saccade.run.loggers import read_metrics
 from saccade.types import Source
@@ -113,7 +116,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, forked_ranks: None) -> Watched:
 @pytest.fixture
 def run(rl_config, tmp_path):
     def go(**more: Any) -> Any:
-        rl.run(rl_config(tmp_path, **LONG, **more) | STABLE)
+        rl.run(rl_config(tmp_path, **LONG | more) | STABLE)
         return tmp_path / "run"
 
     return go
@@ -169,6 +172,57 @@ def test_a_replica_goes_on_while_two_ranks_train(
     assert same_weights(tmp_path / last, tmp_path / "again" / last)
 
 
+SURE = """
+from saccade.types import Message
+
+class Sure:
+    def reset(self, sample, seed):
+        self.turn = 0
+        return sample.messages
+    def step(self, message):
+        self.turn += 1
+        return (Message(role="user", parts=("sure?",)),), float(self.turn), self.turn == 6, {}
+    def close(self):
+        pass
+"""
+
+
+def test_turns_and_rewards_of_later_steps_are_asked_for_while_the_trainer_trains(
+    watched, run, tmp_path, monkeypatch, rl_config, same_weights
+):
+    """Of episodes with six turns in processes of their own. The run is repeated from its record all the same."""
+    (tmp_path / "sure.py").write_text(SURE)
+    env = {"env__name": f"{tmp_path / 'sure.py'}:Sure", "env__max_turns": 6}
+    asked, scored, training = Counter[int](), Counter[int](), list[int]()
+
+    def note(owner: Any, name: str, counts: Counter[int]) -> None:
+        method = getattr(owner, name)
+
+        def noted(*given: Any) -> Any:
+            counts.update(training)
+            return method(*given)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    def wait(engine: Replicas, step: int) -> None:
+        end = time.monotonic() + 20
+        training[:] = [step]
+        while step == 2 and not (asked[2] >= PROMPTS and scored[2]) and time.monotonic() < end:
+            time.sleep(0.01)
+        training.clear()
+
+    note(Replicas, "submit", asked)
+    note(RewardStream, "submit", scored)
+    watched.before_update = wait
+    folder = run(rollout__replicas=1, rollout__record="write", **env)
+    watched.require_sound()
+    assert asked[2] >= PROMPTS and scored[2]
+    monkeypatch.delattr(Pool, "_ask")
+    rl.run(rl_config(tmp_path / "again", **LONG | env, rollout__record=str(folder)) | STABLE)
+    last = f"run/checkpoints/step-{STEPS}"
+    assert same_weights(tmp_path / last, tmp_path / "again" / last)
+
+
 def test_a_validation_that_a_run_ended_without_is_made_when_it_is_resumed(watched, run, validated):
     """Whether it was told to end or failed."""
 
@@ -214,8 +268,8 @@ def test_kill_9_of_replicas_amid_rollouts_training_and_a_hand_over(watched, run,
     def amid_training(engine: Replicas, step: int) -> None:
         if step == 2:
             kill([replica for replica in engine._working if replica not in killed][:1])
-            while not engine._ready:
-                engine._hear(wait=1.0)
+            while not engine._ready:  # what it says is heard in the background
+                time.sleep(0.01)
 
     def amid_a_hand_over(replica: Replica, call: str, arguments: Any, *arrays: Any) -> Any:
         answer = begin(replica, call, arguments, *arrays)
@@ -228,7 +282,8 @@ def test_kill_9_of_replicas_amid_rollouts_training_and_a_hand_over(watched, run,
     monkeypatch.setattr(Replica, "begin", amid_a_hand_over)
     monkeypatch.setattr(Replicas, "_hand_out", amid_rollouts)
     watched.before_update = amid_training
-    folder = run(rollout__replicas=2, rollout__keep_keys=keep, **validated | {"save__every": 2})
+    few = {"save__every": 2, "rollout__max_sequences": 4}  # so that later steps have to wait
+    folder = run(rollout__replicas=2, rollout__keep_keys=keep, **validated | few)
     assert watched.require_sound() == AHEAD and watched.under_way[1] > 0 and watched.slept == 0
     assert [watched.handed_over[step] > 0 for step in (1, 2)] == [keep, False]  # not before a checkpoint
     gaps = [row["mismatch/logp_gap_max"] for row in read_metrics(folder) if "mismatch/logp_gap_max" in row]

@@ -1,5 +1,6 @@
 """Rollouts that run ahead of training: interrupted and continued, bounded, repeatable, resumed to the bit."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,32 @@ def test_what_is_interrupted_goes_on_as_if_it_had_not_been(turns, model, family,
         assert one.key == other.key and np.array_equal(one.ids, other.ids) and one.end_reason == other.end_reason
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-5, equal_nan=True)
         assert [list(ids) for ids in one.support] == [list(ids) for ids in other.support]
+
+
+def test_a_pool_is_polled_in_the_background_and_its_errors_reach_the_caller(model, family, play, scripted, brief):
+    again = Message(role="user", parts=("again",))
+    environment = play(lambda: scripted([Step((again,), 0.0, turn == 3, {}) for turn in (1, 2, 3)]))
+    told = []
+
+    def fail(sample, trajectory):
+        raise OSError("no room on the disk")
+
+    for on_finish in (lambda sample, trajectory: told.append(trajectory), fail):
+        engine, over = EmbeddedEngine(model, family), threading.Event()
+        pool = Pool(engine)
+        started = pool.start(asked(2), environment, repeats=2, on_finish=on_finish)
+        if on_finish is fail:
+            with pytest.raises(OSError, match="no room on the disk"), pool.polled():
+                over.wait(3)
+            with pytest.raises(KeyError), pool.polled():  # the caller's own comes first
+                raise KeyError
+            continue
+        with pool.polled():
+            while len(told) < 4:
+                assert engine.weights_move and not over.wait(0.01)
+        groups = pool.finish(started)
+        assert [t for group in groups for t in group.trajectories] == sorted(told, key=lambda t: t.key)
+        assert max(t.turns for t in told) == 3 and not engine.weights_move
 
 
 def test_later_answers_fill_gaps_alone(model, family, play):
