@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,15 @@ def test_dry_run_prints_what_was_chosen_and_the_arithmetic(counting):
     assert "GiB in the update" in rest and "that can be planned with" in rest
     assert len(result.stdout.splitlines()) <= 40
     assert not Path("elsewhere").exists()
+    assert "in flight" not in rest
+    surplus = ["algorithm.preset=dapo", "algorithm.filter.keep_surplus=true"]
+    for ahead, more, flight, old in (
+        (2, [], "144 = 3 x 48", "2 steps"),
+        (1, ["algorithm.preset=remax"], "24 = 2 x 12", "1 steps"),  # one greedy answer for each prompt
+        (1, surplus, "192 = 2 x 96", "1 steps, 2 in a carried surplus"),
+    ):
+        said = run(*given, f"rollout.ahead={ahead}", *more).stdout
+        assert re.search(rf"in flight at most +{flight}\n", said) and re.search(rf"token when trained +{old}\n", said)
     full = yaml.safe_load(run(*given, "--full").stdout.partition("\ngrpo: ")[0])
     assert full["train"]["samples_per_prompt"] == 8 and full["algorithm"]["kl"]["coef"] == 0.04
     assert full["rollout"]["temperature"] == 1.0 and not {"sft", "dpo", "generate"} & set(full)

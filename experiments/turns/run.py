@@ -7,7 +7,7 @@ and seeds, RESULTS.md and its picture.
     python experiments/turns/run.py --dev                        # the trials by which settings were chosen
     python experiments/turns/run.py --arms ahead1 ahead4         # masked, with rollouts that run ahead of training
     python experiments/turns/run.py --page                       # writes the page of the stored results
-    python experiments/turns/run.py --tiny                       # one step of everything on a CPU, in seconds
+    python experiments/turns/run.py --tiny                       # three steps of everything on a CPU, in half a minute
 """
 
 import json

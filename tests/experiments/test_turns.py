@@ -16,10 +16,12 @@ def measured(right: float, cut_off: float, silent: float = 0.0) -> dict:
 
 
 def test_it_runs_from_nothing_and_one_base_serves_all_seeds(tmp_path: Path) -> None:
-    run.main(["--tiny", "--out", str(tmp_path), "--seeds", "1", "--arms", "masked"])
+    run.main(["--tiny", "--out", str(tmp_path), "--seeds", "1", "--arms", "masked", "ahead1"])
     found = read(tmp_path / "results")
-    assert {arm: [*seeds] for arm, seeds in found.items()} == {"read": [0], "chat": [0], "cold": [1], "masked": [1]}
-    assert found["masked"][1]["rollouts"] == 4
+    seeds = {"read": [0], "chat": [0], "cold": [1], "masked": [1], "ahead1": [1]}
+    assert {arm: [*runs] for arm, runs in found.items()} == seeds
+    assert found["masked"][1]["rollouts"] == 12
+    assert max(age for *_, age in found["ahead1"][1]["curves"]["data/staleness_mean"]) > 0
     assert within(found["masked"])[4].keys() == {1}
     assert "| RL, over-turn masking | 1 |" in (tmp_path / "RESULTS.md").read_text()
 

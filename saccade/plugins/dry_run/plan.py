@@ -91,6 +91,7 @@ def _rl(config: Config) -> list[tuple[str, str]]:
         ("prompts per step", str(prompts)),
         ("samples per prompt", str(samples)),
         ("samples per step", f"{prompts * samples} = {prompts} x {samples}"),
+        *_ahead(config),
         ("updates per step", str(updates)),
         ("prompts per update", _share(prompts, updates)),
         ("epochs per batch", str(train.epochs_per_batch)),
@@ -99,6 +100,19 @@ def _rl(config: Config) -> list[tuple[str, str]]:
         ("longest response", f"{rollout.max_tokens} tokens"),
         ("longest sequence", f"{longest} tokens"),
         ("token budget of a micro-batch", f"{train.micro_tokens} tokens"),
+    ]
+
+
+def _ahead(config: Config) -> list[tuple[str, str]]:
+    """Of rollouts that run ahead: those of a step and of the next ones are unfinished at a time."""
+    if not (ahead := config.rollout.ahead):
+        return []
+    algorithm = algorithm_of(config)
+    answers = config.train.prompts_per_step * (algorithm.samples_per_prompt + algorithm.estimator.greedy)
+    oldest = f"{ahead} steps" + f", {ahead + 1} in a carried surplus" * algorithm.filter.keep_surplus
+    return [
+        ("answers in flight at most", f"{(1 + ahead) * answers} = {1 + ahead} x {answers}"),
+        ("oldest token when trained", oldest),
     ]
 
 
