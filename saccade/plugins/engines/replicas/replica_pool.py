@@ -85,8 +85,8 @@ class Replicas(Engine):
         self._tasks[request.key] = _Task(request=request, content=content_of(request))
 
     def poll(self) -> list[Completion]:
-        idle = not self.pending or any(not task.aborted for task in self._tasks.values())
-        if idle and not self.weights_move:
+        serving = not self.pending or any(not task.aborted for task in self._tasks.values())
+        if serving and not self.weights_move:
             self._join()  # not while all tasks are being aborted: weights may be about to change
         self._hand_out()
         self._hear(wait=0.0 if self._finished else POLL_WAIT)
