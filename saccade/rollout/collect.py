@@ -1,4 +1,4 @@
-"""Runs many episodes at once over one engine, in one thread at a time: the caller's, or a background one while it trains.
+"""Runs many episodes at once over one engine, in one thread at a time: in the background while the caller trains.
 
 Finished trajectories are passed on immediately, so that rewards are computed while others are generated; groups are
 returned in the order of the samples and repeats, whatever finished first. Environments in other processes are polled
