@@ -1,15 +1,19 @@
 """What is counted, and where."""
 
 import re
+from itertools import chain
 
 import pytest
 import torch
 
+from saccade.algorithms.select import split_updates
+from saccade.checks.steps import algorithm_of
 from saccade.config import LoraConfig, load
+from saccade.forest.packing import pack
 from saccade.models import lora
 from saccade.models.families import load_family
 from saccade.models.load import freeze, load_model
-from saccade.plugins.estimate.batch_plan import empty_model, size_of
+from saccade.plugins.estimate.batch_plan import empty_model, make_step, size_of, typical_prompts
 from saccade.plugins.estimate.memory_items import host_peak
 from saccade.plugins.families import tiny
 from saccade.system import devices
@@ -97,3 +101,19 @@ def test_the_model_is_counted_as_it_will_be_loaded(train, tmp_path):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert size.trained == trained
     assert size.weights == 4 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("updates, seen", [(1, 20), (4, 24), (8, 24), (48, 20)])
+def test_forests_are_those_of_each_optimizer_step(updates, seen, word_model):
+    """48 groups of 40 + 8 x 16 tokens in forests of at most 800 tokens; as many as fill four of these are enough."""
+    config = load({"model.path": word_model, "train.updates_per_step": updates, "train.prompts_per_step": 48})
+    algorithm, family = algorithm_of(config), load_family(word_model)
+    prompts, _ = typical_prompts(config.data, family, None, prompt_tokens=40, image=None)
+    step, every = (
+        make_step(config.train.model_copy(update={"micro_tokens": size}), 16, algorithm, family, prompts)
+        for size in (800, 10**6)
+    )
+    trained = [pack(part, micro_tokens=800) for part in split_updates(every.groups, updates, seed=0)]
+    found, real = [batch.tokens for batch in step.batches], [batch.tokens for batch in chain(*trained)]
+    assert (len(step.groups), len(every.groups)) == (seen, 48) and step.times == 48 / seen
+    assert found == real[: len(found)] and max(found) == max(real)

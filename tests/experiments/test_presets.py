@@ -3,9 +3,18 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from experiments.pages import read
 from experiments.presets import run
-from experiments.presets.page import best_rates, compared, reached, write_page
+from experiments.presets.page import PRESETS, best_rates, compared, reached, write_page
+from experiments.smolvlm import base
+from saccade.config import load, merged
+from saccade.models.families import load_family
+from saccade.plugins.estimate import estimate
+from saccade.plugins.estimate.batch_plan import empty_model
+from saccade.plugins.families import tiny
+from saccade.system import devices
 
 
 def test_presets_run_from_nothing_with_equal_rollouts(tmp_path: Path) -> None:
@@ -56,3 +65,28 @@ def test_the_page_calls_what_is_beyond_chance_and_counts_rollouts_that_were_drop
     page = (tmp_path / "RESULTS.md").read_text()
     assert "From 30.0 % right: GRPO reaches 60.4" in page
     assert "2 differ from GRPO beyond chance, in points: better: ppo (+10.0 ± 0.0); worse: dapo (-5.0 ± 0.0)" in page
+
+
+def test_every_preset_fits_an_eighth_of_an_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape of the real model, without its weights; a preset with one sample sees 240 pictures in a step."""
+    folder = base.build(Path(tiny.build("llama", tmp_path / "language")), tmp_path / "model", tower=base.SMALL)
+    shape = json.loads((folder / "config.json").read_text())
+    shape["text_config"] |= {"vocab_size": 49216, "hidden_size": 576, "intermediate_size": 1536, "head_dim": 64}
+    shape["text_config"] |= {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    shape["vision_config"] |= base.TOWER
+    (folder / "config.json").write_text(json.dumps(shape))
+    family = load_family(str(folder))
+    empty = empty_model(family)
+    monkeypatch.setattr("saccade.plugins.estimate.empty_model", lambda *_, **__: empty)  # built once
+    common = merged([str(run.HERE / "rl.yaml")])
+
+    def peak(preset: str, *changes: str) -> float:
+        options = [f"model.path={folder}", "run.gpu_memory_gib=16.7", *run.options_of(preset, "1e-5", run.SIZE)]
+        config = load(common, [*options, *changes], "rl")
+        memory = estimate(config, devices.named("H200"), prompt_tokens=120, image=(224, 224), family=family).memory
+        assert memory.fits or changes, (preset, memory.peaks)
+        return max(memory.peaks.values())
+
+    peaks = {preset: peak(preset) for preset in PRESETS}
+    assert max(peaks, key=lambda preset: peaks[preset]) == "ppo" and 9 < peaks["ppo"] < 11
+    assert peak("ppo", "train.updates_per_step=1") > 1.15 * 16.7  # one forest instead of four: refused

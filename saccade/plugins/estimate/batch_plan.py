@@ -280,17 +280,24 @@ def _picture(size: tuple[int, int], data: DataConfig, family: Family) -> MediaSp
 def make_step(
     train: TrainConfig, max_tokens: int, algorithm: Algorithm, family: Family, prompts: Sequence[Rendered]
 ) -> Step:
-    """Construct groups and forests. Responses have the maximum length and differ from the first token on."""
+    """Construct groups and forests of one optimizer step after the other, as `split_updates` divides groups among
+    them. Responses have the maximum length and differ from the first token on.
+    """
     enough = MICRO_BATCHES * train.micro_tokens
     members, tokens = algorithm.samples_per_prompt, 0
-    groups: list[Group] = []
-    while len(groups) < train.prompts_per_step and tokens < enough:
-        prompt = prompts[len(groups) % len(prompts)]
-        groups.append(_group(prompt, len(groups), members, max_tokens, algorithm.estimator.greedy))
-        tokens += len(prompt) + members * max_tokens
-    return Step(
-        groups=groups, batches=pack(groups, micro_tokens=train.micro_tokens), times=train.prompts_per_step / len(groups)
-    )
+    groups, batches = list[Group](), list[Batch]()
+    for share in np.array_split(np.arange(train.prompts_per_step), algorithm.updates_per_step):
+        begun, most = len(groups), tokens + enough
+        for _ in share:
+            if tokens >= most:
+                break
+            prompt = prompts[len(groups) % len(prompts)]
+            groups.append(_group(prompt, len(groups), members, max_tokens, algorithm.estimator.greedy))
+            tokens += len(prompt) + members * max_tokens
+        batches += pack(groups[begun:], micro_tokens=train.micro_tokens)
+        if tokens >= enough:
+            break
+    return Step(groups=groups, batches=batches, times=train.prompts_per_step / len(groups))
 
 
 def _group(prompt: Rendered, index: int, members: int, new: int, greedy: bool) -> Group:
