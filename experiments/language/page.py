@@ -12,9 +12,8 @@ ARMS = {
     "sft": "cold start, then SFT goes on",
     "grpo": "cold start, then GRPO",
     "dapo": "cold start, then DAPO",
-    "rloo": "cold start, then RLOO",
 }
-LEVELS = ("two digits + one", "two + two", "two - two", "two * one", "three + three", "two + two * one")
+LEVELS = ("one digit + one", "one * one", "two digits + one", "two + two", "two - two", "two * one")
 PAGE = """# A real language model
 
 {summary}
@@ -40,7 +39,7 @@ the items.
 ## Sums
 
 `What is 47 + 8? Reply with the answer only.`, without a cold start or an example: GRPO alone (`arithmetic.yaml`).
-200 sums of each level that are not in training, greedy.
+200 sums of each level that are not in training, greedy; 20 where both numbers have one digit, of which there are 81.
 
 {sums}
 
@@ -60,14 +59,15 @@ Settings were chosen on 500 rows held out of train and other sums, with another 
 
 One small model with 4-bit weights, one set of questions, one prompt, {seconds} seconds of training for each arm: not
 what these algorithms reach in hours, nor their order on other models. The learning rate was chosen for GRPO and used
-for DAPO and RLOO, too. Sums were drawn by us; a level that the model already masters says little.
+for DAPO, too. Sums were drawn by us; a level that the model already masters says little, and where 3 + 5 is measured
+5 + 3 may have been trained.
 """
 
 
 def write_page(results: Path, path: Path, images: Path, seconds: int) -> None:
     found, trials = read(results), read(results / "dev")
     arms = {arm: found[arm] for arm in ARMS if arm in found}
-    rl = {label: arms[label.lower()] for label in ("GRPO", "DAPO", "RLOO") if label.lower() in arms}
+    rl = {label: arms[label.lower()] for label in ("GRPO", "DAPO") if label.lower() in arms}
     (images / "language-gsm8k.svg").write_text(picture(rl, "reward/accuracy", "seconds"))
     sums = {"GRPO alone": found.get("sums_grpo", {})}
     (images / "language-sums.svg").write_text(picture(sums, "reward/accuracy", "seconds"))
@@ -122,10 +122,8 @@ def summary(found: dict[str, dict[int, dict]]) -> str:
     greedy, eight = ({arm: ends(found.get(arm, {}), f"val/{name}") for arm in [*ARMS, "sums_base", "sums_grpo"]}
                      for name in ("gsm8k/accuracy", "eight/pass@8"))  # fmt: skip
     cold = f"GSM8K, greedy: {mean_of(greedy['base'])} % as it is, {mean_of(greedy['cold'])} % after a cold start."
-    later = ", ".join(
-        f"{name} {gain(greedy[name.lower()], greedy['cold'])}" for name in ("GRPO", "DAPO", "RLOO", "SFT")
-    )
-    passes = ", ".join(f"{name} {gain(eight[name.lower()], eight['cold'])}" for name in ("GRPO", "DAPO", "RLOO", "SFT"))
+    later = ", ".join(f"{name} {gain(greedy[name.lower()], greedy['cold'])}" for name in ("GRPO", "DAPO", "SFT"))
+    passes = ", ".join(f"{name} {gain(eight[name.lower()], eight['cold'])}" for name in ("GRPO", "DAPO", "SFT"))
     ones = [mean_of(ends(found.get(arm, {}), "val/eight/accuracy")) for arm in ("sums_base", "sums_grpo")]
     return (f"{cold} For the same time from there, in points: {later}; pass@8: {passes}.\n"
             f"Sums, GRPO alone: {ones[0]} % → {ones[1]} % right, pass@8 {mean_of(eight['sums_base'])} % → "

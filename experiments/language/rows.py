@@ -5,12 +5,15 @@ import json
 import random
 import re
 from collections.abc import Collection
+from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
 
-LEVELS = ("{a} + {i}", "{a} + {b}", "{a} - {b}", "{a} * {i}", "{A} + {B}", "{a} + {b} * {i}")
+from experiments.row_files import write_rows
+
+LEVELS = ("{i} + {j}", "{i} * {j}", "{a} + {i}", "{a} + {b}", "{a} - {b}", "{a} * {i}")
+NUMBERS = {"i": (1, 9), "j": (1, 9), "a": (10, 99), "b": (10, 99)}
 SUMS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-DEV_ROWS, ITEMS = 500, 200  # rows of train that are held out; sums per level
+DEV_ROWS, ITEMS, FEW = 500, 200, 20  # held out of train; sums of each level, of which there are 81 with single digits
 
 
 def questions_of(folder: Path) -> dict[str, list[tuple[str, str]]]:
@@ -24,42 +27,38 @@ def questions_of(folder: Path) -> dict[str, list[tuple[str, str]]]:
     return {"train": found["train"][:-DEV_ROWS], "dev": found["train"][-DEV_ROWS:], "test": found["test"]}
 
 
-def sums(count: int, seed: str, taken: Collection[str] = ()) -> list[tuple[str, str]]:
-    """`count` sums of each level, interleaved by level; none is in `taken`. Only without `taken` none repeats."""
-    rng, drawn = random.Random(seed), {level: list[tuple[str, str]]() for level in LEVELS}
-    seen = set(taken)
-    for level, found in drawn.items():
-        while len(found) < count:
-            numbers = {"a": (10, 99), "b": (10, 99), "i": (2, 9), "A": (100, 999), "B": (100, 999)}
-            text = level.format(**{name: rng.randint(*bounds) for name, bounds in numbers.items()})
+def sums(count: int, seed: str, taken: Collection[str] = (), few: int | None = None) -> list[list[tuple[str, str]]]:
+    """So many sums of each level, `few` of those with single digits; none is `taken`, and without that none comes
+    twice.
+    """
+    rng, seen, drawn = random.Random(seed), set(taken), list[list[tuple[str, str]]]()
+    for level in LEVELS:
+        drawn.append(found := [])
+        while len(found) < (few or count if "{i} " in level else count):
+            text = level.format(**{name: rng.randint(*bounds) for name, bounds in NUMBERS.items()})
             if f"What is {text}?" in seen:
                 continue
-            first, sign, second, *rest = text.split()
-            right = int(second) * int(rest[1]) if rest else int(second)
-            found.append((f"What is {text}?", f"#### {SUMS[sign](int(first), right)}"))
+            first, sign, second = text.split()
+            found.append((f"What is {text}?", f"#### {SUMS[sign](int(first), int(second))}"))
             if not taken:
                 seen.add(found[-1][0])
-    return [row for rows in zip(*drawn.values(), strict=True) for row in rows]
+    return drawn
 
 
-def write_rows(out: Path, data: Path | None) -> None:
-    """Write the rows of every set; without data, sums replace GSM8K. No sum of train is in another set."""
+def write_sets(out: Path, data: Path | None) -> None:
+    """Rows of every set; without data sums stand for the questions of GSM8K. No sum of train is in another set."""
     out.mkdir(parents=True, exist_ok=True)
-    held = sums(2 * ITEMS if data else 4, "held out")
-    half = len(held) // 2
+    held = sums(2 * ITEMS, "held out", few=2 * FEW) if data else sums(4, "held out")
     by_split = {
-        "test": held[:half],
-        "dev": held[half:],
-        "train": sums(2000 if data else 8, "train", {q for q, _ in held}),
+        "test": [level[: len(level) // 2] for level in held],
+        "dev": [level[len(level) // 2 :] for level in held],
+        "train": sums(2000 if data else 8, "train", {question for level in held for question, _ in level}),
     }
-    worded = questions_of(data) if data else {split: rows[:6] for split, rows in by_split.items()}
-    for split, rows in by_split.items():
-        levels = {f"level{n + 1}": rows[n :: len(LEVELS)] for n in range(len(LEVELS))}
-        for name, chosen in {"gsm8k": worded[split], "sums": rows, **levels}.items():
-            write(out / f"{name}-{split}.jsonl", [{"question": q, "answer": a} for q, a in chosen])
+    together = {split: [row for row in chain(*zip_longest(*levels)) if row] for split, levels in by_split.items()}
+    worded = questions_of(data) if data else {split: rows[:6] for split, rows in together.items()}
+    for split, levels in by_split.items():
+        named = {f"level{n}": rows for n, rows in enumerate(levels, 1)}
+        for name, chosen in {"gsm8k": worded[split], "sums": together[split], **named}.items():
+            write_rows(out / f"{name}-{split}.jsonl", [{"question": q, "answer": a} for q, a in chosen])
     shown = [[{"from": "human", "value": q}, {"from": "gpt", "value": a}] for q, a in worded["train"]]
-    write(out / "solutions.jsonl", [{"conversations": turns, "answer": turns[1]["value"]} for turns in shown])
-
-
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    write_rows(out / "solutions.jsonl", [{"conversations": turns, "answer": turns[1]["value"]} for turns in shown])

@@ -7,7 +7,7 @@ sums of six levels without one. Does all: weights, rows, all arms and seeds, RES
     python experiments/language/run.py --tiny                           # a random model on a CPU, in seconds
 """
 
-import json
+import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -17,51 +17,50 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
 from experiments import smollm2  # noqa: E402
-from experiments.arms import Job, command_line, run_and_write  # noqa: E402
+from experiments.arms import Job, command_line, options_of, run_and_write  # noqa: E402
 from experiments.language.page import write_page  # noqa: E402
-from experiments.language.rows import LEVELS, write_rows  # noqa: E402
+from experiments.language.rows import LEVELS, write_sets  # noqa: E402
 from saccade.plugins.families import tiny  # noqa: E402
 
-SECONDS = 75  # of each arm after the cold start, loading included
-EIGHT = {"test": 400, "dev": 100}  # questions with eight samples each
-# Arm → command, config files and options, the arm whose model it starts from.
+SECONDS = 240  # of each arm after the cold start, loading included
+EIGHT = {"test": 400, "dev": 100}  # questions that are asked eight times
+# Arm → command, its files and options, the arm whose model it starts from.
 ARMS: dict[str, tuple[str, list[str], str]] = {
     "base": ("eval", [], ""),
     "cold": ("sft", ["sft.yaml"], ""),
     "sft": ("sft", ["sft.yaml", "train.epochs=1000", f"run.max_hours={SECONDS / 3600:.5f}"], "cold"),
     **{
         preset: ("rl", ["rl.yaml", f"algorithm.preset={preset}", f"run.max_hours={SECONDS / 3600:.5f}"], "cold")
-        for preset in ("grpo", "dapo", "rloo")
+        for preset in ("grpo", "dapo")
     },
     "sums_base": ("eval", ["arithmetic.yaml"], ""),
     "sums_grpo": ("rl", ["rl.yaml", "arithmetic.yaml"], ""),
 }
-# Trials on rows held out of train, with another seed: trial → the arm it tries, changed options.
+TRIAL_SEED = 100
+# Trials on rows held out of train, with this seed: arm → the arm it is a trial of, and what differs.
 TRIALS: dict[str, tuple[str, list[str]]] = {
     "cold": ("cold", ["val.every=109"]),  # once an epoch
-    **{f"grpo_lr{lr}": ("grpo", [f"train.lr={lr}", "run.max_hours=0.0125"]) for lr in ("5e-6", "1e-5", "3e-5")},
+    **{f"grpo_lr{lr}": ("grpo", [f"train.lr={lr}", "run.max_hours=0.03"]) for lr in ("5e-6", "1e-5", "3e-5")},
     "sums_base": ("sums_base", []),
     "sums_base_free": ("sums_base", ["prompt.format=none", "rollout.max_tokens=64"]),
     **{f"sums_grpo_lr{lr}": ("sums_grpo", [f"train.lr={lr}", "run.max_steps=30"]) for lr in ("1e-5", "3e-5")},
 }
 
 
-def job(arm: str, of: str, seed: int, rows: Path, split: str, model: str, changes: list[str]) -> Job:
-    """The job of an arm; `arm` is `of`, or a trial of it with changed options."""
+def job(arm: str, of: str, seed: int, model: str, args: argparse.Namespace, changes: Sequence[str] = ()) -> Job:
+    """`arm` is `of`, or a trial of it with changes."""
     command, options, after = ARMS[of]
-    options = [*options, *changes]
+    rows, split = args.out.resolve() / "rows", "dev" if args.dev else "test"
     kind = "sums" if of.startswith("sums") else "gsm8k"
     names = [f"level{n + 1}" for n in range(len(LEVELS))] if kind == "sums" else ["gsm8k"]
     sets = [{"path": f"{rows}/{name}-{split}.jsonl", "name": name} for name in names]
     again = {"name": "eight", "n": 8, "temperature": 1.0, "max_samples": EIGHT[split]}
     sets.append({"path": f"{rows}/{kind}-{split}.jsonl", **again})
-    if command != "eval":
-        train = "solutions" if command == "sft" else f"{kind}-train"
-        options = [*options, f"data.train={rows}/{train}.jsonl"]
-    files = [str(HERE / name) for name in ("common.yaml", *(o for o in options if o.endswith(".yaml")))]
-    rest = [o for o in options if not o.endswith(".yaml")]
-    every = [*files, *rest, f"data.val={json.dumps(sets)}"] + ([] if after else [f"model.path={model}"])
-    return Job(arm=arm, seed=seed, command=command, options=tuple(every), after=after)
+    train = {"eval": "", "sft": f"{rows}/solutions.jsonl", "rl": f"{rows}/{kind}-train.jsonl"}[command]
+    files = ["common.yaml", *(one for one in options if one.endswith(".yaml"))]
+    rest = [one for one in (*options, *changes) if not one.endswith(".yaml")]
+    given = {"model.path": "" if after else model, "data.train": train, "data.val": sets}
+    return Job(arm=arm, seed=seed, command=command, options=options_of(HERE, args, files, given, *rest), after=after)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -75,14 +74,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not args.tiny and not args.data:
         parser.error("--data: the folder with train.jsonl and test.jsonl of GSM8K, such as --data data/gsm8k")
     out = args.out.resolve()
-    rows = out / "rows"
-    write_rows(rows, None if args.tiny else args.data)
+    write_sets(out / "rows", None if args.tiny else args.data)
     model = tiny.build("llama", out / "model") if args.tiny else str(smollm2.build(out / "model", args.gguf))
-    split, more = ("dev" if args.dev else "test"), ["tiny.yaml"] if args.tiny else []
     if args.dev:
-        jobs = [job(arm, of, 100, rows, split, model, [*changes, *more]) for arm, (of, changes) in TRIALS.items()]
+        jobs = [job(arm, of, TRIAL_SEED, model, args, changes) for arm, (of, changes) in TRIALS.items()]
     else:
-        jobs = [job(arm, arm, seed, rows, split, model, more) for seed in args.seeds for arm in ARMS]
+        jobs = [job(arm, arm, seed, model, args) for seed in args.seeds for arm in ARMS]
         jobs = [one for one in jobs if one.seed == args.seeds[0] or not one.arm.endswith("base")]
     run_and_write(jobs, args, HERE, write)
 
