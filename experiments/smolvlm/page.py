@@ -30,12 +30,12 @@ def shown(numbers: Any) -> str:
     return f"{100 * numbers['accuracy']:.1f} [{100 * numbers['ci_low']:.1f}, {100 * numbers['ci_high']:.1f}]"
 
 
-def write_page(results: Path, page: Path) -> None:
+def write_page(results: Path, page: Path, images: Path) -> None:
     found = read(results)
-    answers = found["answers"][0]
-    tables, rows, right, blind = answers["tables"], [], [], []
+    tables = found["answers"][0]["tables"] if "answers" in found else {}
+    rows, right, blind = [], list[float](), list[float]()
     for (name, kind), what in WHAT.items():
-        seeing, without = tables[name].get(kind), tables.get(f"{name}-blind", {}).get(kind)
+        seeing, without = tables.get(name, {}).get(kind), tables.get(f"{name}-blind", {}).get(kind)
         right += [seeing["accuracy"]] if seeing else []
         blind += [without["accuracy"]] if without else []
         items = f"{seeing['items']:.0f}" if seeing else "-"
@@ -47,14 +47,14 @@ def write_page(results: Path, page: Path) -> None:
             f"{run['seconds']:.0f}",
             *(f"{run['curves']['sft/loss'][at][2]:.3f}" for at in (0, -1)),
         ]
-        for arm, run in ((arm, found[arm][0]) for arm in ("first", "second"))
+        for arm, run in ((arm, found[arm][0]) for arm in ("first", "second") if arm in found)
     ]
     trials = [
         [arm, TRIED[arm], str(run["steps"]), f"{run['curves']['sft/loss'][-1][2]:.3f}"]
         for arm, (run, *_) in ((arm, [*runs.values()]) for arm, runs in read(results / "dev").items())
     ]
     chosen = table(["trial", "what learned", "steps", "loss of the last"], trials) if trials else "None were stored."
-    mean = f"{100 * sum(right) / len(right):.0f} %"
+    mean = f"{100 * sum(right) / len(right):.0f} %" if right else "-"
     without = f", {100 * sum(blind) / len(blind):.0f} % without the picture" if blind else ""
     page.write_text(
         f"""# A small real model that reads pictures
@@ -76,7 +76,7 @@ four layers. Rows are conversations about drawn pictures (`pictures.py`): solids
 
 Cost: {cost(found)}
 
-Trials before it, on other pictures, side by side for the same seconds (`--probe`):
+Trials before it, on other pictures, side by side for the same seconds (`--dev`):
 
 {chosen}
 
