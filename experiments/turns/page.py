@@ -34,7 +34,7 @@ GRPO steps with at most six turns. With masking, episodes that are over before a
 runs.
 
 **All RL arms draw the same number of rollouts, {rollouts:,}.** Percent right with so many turns allowed at test time,
-256 scenes with 4 answers each, the same for all seeds; ± is half of the 95 % interval over seeds (Student):
+256 scenes with one answer each, the same for all seeds; ± is half of the 95 % interval over seeds (Student):
 
 {accuracy}
 

@@ -10,7 +10,7 @@ and seeds, RESULTS.md and its picture.
     python experiments/turns/run.py --tiny                       # three steps of everything on a CPU, in half a minute
 """
 
-import json
+import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
-from experiments.arms import Job, command_line, run_and_write  # noqa: E402
+from experiments.arms import Job, command_line, options_of, run_and_write  # noqa: E402
 from experiments.turns.page import write_page  # noqa: E402
 from experiments.turns.search_rows import SIZES, TINY, build_model, draw_rows  # noqa: E402
 
@@ -47,7 +47,8 @@ AHEAD = {  # only where --arms names them
     "ahead4_unweighed": ("cold", (*MASKED, "rollout.ahead=4", "algorithm.correct=[]")),
 }
 TRIED = {"cold_slow": (0, ("run.max_steps=120", "train.prompts_per_step=32", "train.lr=1e-3"))}  # cold starts
-TRIALS = {  # with another seed and other scenes
+TRIAL_SEED = 100
+TRIALS = {  # with this seed and other scenes
     "masked_slow": ("cold_slow", MASKED),
     "masked_lr": ("cold", (*MASKED, "train.lr=2.5e-4")),
     "unmasked_lr": ("cold", ("train.lr=2.5e-4",)),
@@ -55,29 +56,27 @@ TRIALS = {  # with another seed and other scenes
 }
 
 
-def jobs_of(rows: Mapping[str, Path], model: str, args_seeds: Sequence[int], dev: bool, tiny: bool) -> list[Job]:
-    changes = [str(HERE / "tiny.yaml")] if tiny else []
-    measured = f"data.val={rows['dev' if dev else 'val']}"
+def jobs_of(rows: Mapping[str, Path], model: str, args: argparse.Namespace) -> list[Job]:
+    measured, seeds = rows["dev" if args.dev else "val"], [TRIAL_SEED] if args.dev else args.seeds
 
-    def options(file: str, train: object, more: Sequence[str], val: str = measured) -> tuple[str, ...]:
-        files = [str(HERE / "common.yaml"), str(HERE / file)]
-        kept = [one for one in more if not (tiny and one.startswith(("run.max_steps", "train.prompts")))]
-        return (*files, *changes, f"data.train={json.dumps(train)}", *kept, *filter(None, [val]))
+    def options(file: str, train: object, more: Sequence[str], **given: object) -> tuple[str, ...]:
+        kept = [one for one in more if not (args.tiny and one.startswith(("run.max_steps", "train.prompts")))]
+        sources = {"data.train": train, "data.val": measured} | {n.replace("_", "."): v for n, v in given.items()}
+        return options_of(HERE, args, ["common.yaml", file], sources, *kept)
 
     jobs, before = list[Job](), ""
     for arm, (name, more) in BASE.items():
-        start = () if before else (f"model.path={model}",)
-        asked = options("sft.yaml", str(rows[name]), (*more, *start), val="")
+        asked = options("sft.yaml", rows[name], more, model_path="" if before else model, data_val="")
         jobs.append(Job(arm=arm, seed=0, command="sft", options=asked, after=before))
         before = arm
-    starts, arms = (STARTS | TRIED, ARMS | TRIALS) if dev else (STARTS, ARMS | AHEAD)
-    for seed in args_seeds:
+    starts, arms = (STARTS | TRIED, ARMS | TRIALS) if args.dev else (STARTS, ARMS | AHEAD)
+    for seed in seeds:
         for arm, (chats, more) in starts.items():
             train = [{"path": str(rows["shown"])}] + [{"path": str(rows["chat"]), "max_samples": chats}] * (chats > 0)
             asked = options("sft.yaml", train, more)
             jobs.append(Job(arm=arm, seed=seed, command="sft", options=asked, after=before, of_seed=0))
         for arm, (start, more) in arms.items():
-            asked = options("rl.yaml", str(rows["train"]), more)
+            asked = options("rl.yaml", rows["train"], more)
             jobs.append(Job(arm=arm, seed=seed, command="rl", options=asked, after=start))
     return jobs
 
@@ -93,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = build_model(out / "model", rows)
     if not args.arms:
         args.arms = [*STARTS, *ARMS, *(TRIALS if args.dev else ())]
-    run_and_write(jobs_of(rows, model, [100] if args.dev else args.seeds, args.dev, args.tiny), args, HERE, write_page)
+    run_and_write(jobs_of(rows, model, args), args, HERE, write_page)
 
 
 if __name__ == "__main__":
