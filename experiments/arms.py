@@ -4,7 +4,8 @@ Does not interpret results; pages.py reads the JSONs.
     jobs = [Job(arm="grpo", seed=0, command="rl", options=("rl.yaml", "train.lr=1e-5"), after="cold")]
     run_all(jobs, Path("runs/language"), at_once=4, until=time.time() + 600)
 
-    args = command_line(__doc__, "language").parse_args()     # --out, --seeds, --arms, --dev, --tiny …
+    args = command_line(__doc__, "language").parse_args()     # --out, --seeds, --arms, --dev, --tiny, --rehearse …
+    options_of(HERE, args, ["rl.yaml"], {"model.path": model, "data.val": sets}, "train.lr=1e-5")  # of a Job
     run_and_write(jobs, args, HERE, write_page)               # runs, stores their JSONs, writes the page
 """
 
@@ -18,8 +19,9 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,9 @@ STORED = re.compile(
     r"|reward/(accuracy|learned)|length/response_mean|group/dead_frac|policy/(entropy|kl_ref)|sft/loss|rollouts"
     r"|mismatch/(ess|logp_gap_max)|data/staleness_mean|time/validation"
 )
-STEPS, SAID, LONG = 60, 4, 80  # points per metric; sample answers, and their characters
+STEPS, SAID, LONG = 60, 4, 80  # also so many answers, cut to so many characters
+COMPUTES = "import torch; torch.ones(1, device='cuda').sum().item()"
+REHEARSED, FEW = "run.max_steps=2", 8  # of --rehearse: steps of an arm, items of a validation set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,15 +67,23 @@ def run_all(
     """Run every job without OUT/results/NAME.json, parents first; returns the names of those that failed. With
     `at_once` 0 they run in this process. Jobs still running at time `until` are killed; the next call restarts them.
     """
-    results, failed = out / "results", list[str]()
+    results = out / "results"
     results.mkdir(parents=True, exist_ok=True)
     named = {job.name: job for job in jobs}
     waiting = {name: job for name, job in named.items() if not (results / f"{name}.json").exists()}
     for job in [*waiting.values()]:  # a parent with a result but without a checkpoint runs again
         while job.after and model_of(out, job := named[job.parent]) is None:
             waiting = {job.name: job} | waiting
-    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     about = {"commit": commit or revision() or "unknown", "device": of_gpu("name") or "CPU", "at_once": max(1, at_once)}
+    with shared_gpu(at_once) if waiting else nullcontext():
+        return _run(named, waiting, out, at_once, until, about)
+
+
+def _run(
+    named: Mapping[str, Job], waiting: dict[str, Job], out: Path, at_once: int, until: float, about: Mapping[str, Any]
+) -> list[str]:
+    results, failed = out / "results", list[str]()
+    running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
     while waiting or running:
         blocked = {*waiting, *running}
         for name, job in [*waiting.items()]:
@@ -99,7 +111,7 @@ def run_all(
             if found:
                 found = {**about, "began": round(began, 1), "seconds": round(took, 1)} | found
                 (results / f"{name}.json").write_text(json.dumps(found) + "\n")
-                needed = any(job.after == named[name].arm for job in jobs)
+                needed = any(job.after == named[name].arm for job in named.values())
                 for path in out.glob(f"{name}/checkpoints/*{'/state' if needed else ''}"):
                     shutil.rmtree(path)
             else:
@@ -154,16 +166,37 @@ def model_of(out: Path, job: Job) -> Path | None:
 
 
 def of_gpu(field: str) -> str:
-    """A field of nvidia-smi for the first GPU; empty without nvidia-smi."""
+    """What nvidia-smi says of the first GPU; empty without one, and where CUDA_VISIBLE_DEVICES is empty."""
     asked = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    return subprocess.check_output(asked, text=True).splitlines()[0] if shutil.which(asked[0]) else ""
+    there = shutil.which(asked[0]) and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+    return subprocess.check_output(asked, text=True).splitlines()[0] if there else ""
+
+
+@contextmanager
+def shared_gpu(at_once: int) -> Iterator[None]:
+    """NVIDIA's MPS daemon, if it is installed, for as long as runs are side by side: without it their kernels take
+    turns. Where a process cannot compute through it, runs go without.
+    """
+    control = shutil.which("nvidia-cuda-mps-control") if at_once > 1 and of_gpu("name") else None
+    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}  # daemons keep pipes open
+    started = control and subprocess.run([control, "-d"], **quiet).returncode == 0  # 1: it runs already
+    if started and (asked := subprocess.run([sys.executable, "-c", COMPUTES], capture_output=True)).returncode:
+        print(f"without MPS: {asked.stderr.decode(errors='replace').strip().rpartition(chr(10))[2]}", flush=True)
+        subprocess.run([control], input=b"quit\n", **quiet)
+        started = False
+    try:
+        yield
+    finally:
+        if started:
+            subprocess.run([control], input=b"quit\n", **quiet)
 
 
 def curves_of(out: Path, job: Job) -> tuple[dict[str, Any], str]:
-    """Returns (step, seconds since the first row, value) by metric, and ""; without rows {} and the reason."""
-    folder = f"{job.name}-eval" if job.command == "eval" else job.name
+    """Of each metric step, seconds since the first row, and value; nothing and the reason where a run has no rows."""
+    folder, tables = (f"{job.name}-eval" if job.command == "eval" else job.name), dict[str, Any]()
     if job.command == "eval":
         sets = json.loads((out / folder / "results.json").read_text())
+        tables = {one: found["by_category"] for one, found in sets.items() if found.get("by_category")}
         rows = [{f"val/{one}/{name}": value for one, found in sets.items() for name, value in found.items()}]
         rows = [{"step": 0, "time": 0.0, **row} for row in rows]
     else:
@@ -179,7 +212,8 @@ def curves_of(out: Path, job: Job) -> tuple[dict[str, Any], str]:
                 curves.setdefault(name, []).append(point)
     thinned = {name: [points[i] for i in sorted({*np.linspace(0, len(points) - 1, STEPS, dtype=int).tolist()})]
                for name, points in curves.items()}  # fmt: skip
-    return {"steps": rows[-1]["step"], "rollouts": drawn, "curves": thinned, "said": said_by(out / folder)}, ""
+    found = {"steps": rows[-1]["step"], "rollouts": drawn, "curves": thinned, "said": said_by(out / folder)}
+    return found | ({"tables": tables} if tables else {}), ""
 
 
 def said_by(folder: Path) -> list[tuple[str, str]]:
@@ -194,6 +228,36 @@ def said_by(folder: Path) -> list[tuple[str, str]]:
 # -- the script of an experiment --------------------------------------------------------------------
 
 
+def options_of(
+    here: Path, args: argparse.Namespace, files: Sequence[str], given: Mapping[str, object], *changes: str
+) -> tuple[str, ...]:
+    """Of a Job: YAML files of the folder `here`, with --tiny its tiny.yaml over them, the options that are `given` a
+    value, and changes.
+    """
+    paths = [str(here / name) for name in (*files, *["tiny.yaml"] * args.tiny)]
+    texts = {name: str(v) if isinstance(v, str | Path) else json.dumps(v) for name, v in given.items() if v}
+    return (*paths, *(f"{name}={text}" for name, text in texts.items()), *changes)
+
+
+def rehearsed(jobs: Sequence[Job]) -> list[Job]:
+    """The first seed of each arm: two steps, and a few items of each validation set."""
+    firsts = {job.arm: job for job in reversed(jobs)}
+
+    def few(option: str) -> str:
+        name, _, value = option.partition("=")
+        if name != "data.val":
+            return option
+        sets = [{"path": one} if isinstance(one, str) else one
+                for one in (json.loads(value) if value.startswith("[") else [value])]  # fmt: skip
+        return f"{name}={json.dumps([one | {'max_samples': FEW} for one in sets])}"
+
+    return [
+        replace(job, options=(*map(few, job.options), *([REHEARSED] if job.command != "eval" else [])))
+        for job in jobs
+        if firsts[job.arm] is job
+    ]
+
+
 def command_line(about: str, name: str, at_once: int = 1) -> argparse.ArgumentParser:
     """The parser with the options of every experiment; `about` is its docstring."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -206,6 +270,8 @@ def command_line(about: str, name: str, at_once: int = 1) -> argparse.ArgumentPa
     parser.add_argument("--dev", action="store_true", help="the trials by which settings were chosen")
     parser.add_argument("--page", action="store_true", help="only write the page of the stored results")
     parser.add_argument("--tiny", action="store_true", help="a random model on a CPU, in seconds")
+    parser.add_argument("--rehearse", action="store_true", help="two steps of each arm, one seed; results apart")
+    parser.add_argument("--go-on", action="store_true", help="not again what is stored, also where runs/ is gone")
     return parser
 
 
@@ -244,17 +310,36 @@ def name_failed(failed: Sequence[str]) -> None:
 
 
 def carry_out(jobs: Sequence[Job], args: argparse.Namespace, here: Path, write_page: WritePage) -> list[str]:
-    """Run the jobs, store their JSONs next to the script and write its page; with --tiny, in OUT and in this process.
-    Returns the names of failed runs.
+    """Run the jobs, keep their JSONs beside the script and write its page; with --tiny and --rehearse, all in OUT.
+    Returns the names of runs that failed.
     """
-    out = args.out.resolve()
-    results, page, images = (out / "results", out, out) if args.tiny else (here / "results", here, ROOT / "docs/images")
-    failed = list[str]()
+    out = out_of(args)
+    results, page, images = (here / "results", here, ROOT / "docs/images")
+    if args.tiny or args.rehearse:
+        results, page, images = out / "results", out, out
+    stored, failed = results / "dev" if args.dev else results, list[str]()
     if not args.page:
         runs = out / ("dev" if args.dev else "test")
+        jobs = chosen(jobs, args.arms)
+        if args.rehearse:
+            jobs = rehearsed(jobs)
+            shutil.rmtree(runs, ignore_errors=True)
+        (runs / "results").mkdir(parents=True, exist_ok=True)
+        for path in stored.glob("*.json") if args.go_on and not args.rehearse else ():
+            if not (runs / "results" / path.name).exists():
+                shutil.copy(path, runs / "results")
         at_once = 0 if args.tiny else args.at_once
-        failed = run_all(chosen(jobs, args.arms), runs, at_once=at_once, until=args.until, commit=args.commit)
-        shutil.copytree(runs / "results", results / "dev" if args.dev else results, dirs_exist_ok=True)
+        failed = run_all(jobs, runs, at_once=at_once, until=args.until, commit=args.commit)
+        shutil.copytree(runs / "results", stored, dirs_exist_ok=True)
+    if not any(results.glob("*.json")):  # a page of trials alone is none of the experiment's
+        if args.page:
+            sys.exit(f"{results} holds no results yet; leave --page out")
+        page = images = out
     images.mkdir(parents=True, exist_ok=True)
     write_page(results, page / "RESULTS.md", images)
     return failed
+
+
+def out_of(args: argparse.Namespace) -> Path:
+    """Runs lie in its folders dev and test; a rehearsal is apart."""
+    return Path(args.out.resolve() / ("rehearsal" if args.rehearse else ""))

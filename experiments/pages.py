@@ -9,7 +9,7 @@ experiments' pages.
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,19 @@ def corrected(chances: Mapping[str, float]) -> dict[str, float]:
         least = max(least, min(1.0, chances[name] * (len(chances) - rank)))
         found[name] = least
     return found
+
+
+def by_rate(trials: Mapping[str, Found], value: Callable[[str, Any], float]) -> dict[str, dict[str, float]]:
+    """Of trials ARM@RATE: arm → learning rate → mean of the `value` of (arm, run)."""
+    found: dict[str, dict[str, float]] = {}
+    for trial, runs in trials.items():
+        arm, _, rate = trial.partition("@")
+        found.setdefault(arm, {})[rate] = float(np.mean([value(arm, run) for run in runs.values()]))
+    return found
+
+
+def best_rates(tried: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    return {arm: max(rates, key=lambda rate: rates[rate]) for arm, rates in tried.items()}
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

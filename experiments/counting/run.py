@@ -8,7 +8,6 @@ also with more objects, other colours, backgrounds and renderers. Does all: pict
     python experiments/counting/run.py --tiny               # a random model on a CPU, in seconds
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,12 +19,12 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
 from experiments import scenes  # noqa: E402
-from experiments.arms import Job, command_line, run_and_write  # noqa: E402
+from experiments.arms import Job, command_line, options_of, run_and_write  # noqa: E402
 from experiments.counting.page import write_page  # noqa: E402
 from experiments.row_files import questions, taught  # noqa: E402
 from experiments.smolvlm import base  # noqa: E402
 
-SECONDS = 90  # of each run, loading and validations included
+HOURS = 90 / 3600  # of each run, loading and validations included
 SIZES = (50, 200, 1000, 5000)  # training questions
 ITEMS = 200  # per test set
 SIDE = 224  # pixels
@@ -74,17 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     def job(name: str, arm: str, seed: int, size: int, *changes: str) -> Job:
         command, files, form = ARMS[arm]
         source = {"path": str(rows / f"{form}-{seed}.jsonl"), "max_samples": size}
-        files = [str(HERE / file) for file in [*files, *(["tiny.yaml"] if args.tiny else [])]]
-        options = [f"model.path={model}", f"data.train={json.dumps([source])}", f"data.val={json.dumps(sets)}"]
-        return Job(
-            arm=name,
-            seed=seed,
-            command=command,
-            options=(*files, f"run.max_hours={SECONDS / 3600:.5f}", *options, *changes),
-        )
+        given = {"model.path": model, "data.train": [source], "data.val": sets, "run.max_hours": HOURS}
+        return Job(arm=name, seed=seed, command=command, options=options_of(HERE, args, files, given, *changes))
 
-    asked = (str(HERE / "common.yaml"), *([str(HERE / "tiny.yaml")] if args.tiny else []), f"model.path={model}")
-    jobs = [Job(arm="base", seed=seeds[0], command="eval", options=(*asked, f"data.val={json.dumps(sets)}"))]
+    asked = options_of(HERE, args, ["common.yaml"], {"model.path": model, "data.val": sets})
+    jobs = [Job(arm="base", seed=seeds[0], command="eval", options=asked)]
     if args.dev:
         jobs += [job(f"{arm}_lr{lr}", arm, TRIAL_SEED, TRIAL_SIZE, f"train.lr={lr}") for arm in ARMS for lr in RATES]
     else:

@@ -8,7 +8,6 @@ alone and against both mixed, at equal rollouts. Does all: rows, arms, seeds, RE
     python experiments/foundation/run.py --tiny             # a random model on a CPU, in seconds
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
-from experiments.arms import Job, command_line, run_and_write  # noqa: E402
+from experiments.arms import Job, command_line, options_of, run_and_write  # noqa: E402
 from experiments.foundation.asked import write_sets  # noqa: E402
 from experiments.foundation.page import HALF, write_page  # noqa: E402
 from experiments.smolvlm import base  # noqa: E402
@@ -54,15 +53,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def job(name: str, arm: str, seed: int, changes: Sequence[str] = ()) -> Job:
         command, learned, steps, after = ARMS[arm]
-        files = ["common.yaml", *([f"{command}.yaml"] if learned else []), *(["tiny.yaml"] if args.tiny else [])]
-        options = [str(HERE / file) for file in files] + [f"data.val={json.dumps(sets)}"]
-        if learned:
-            options.append(f"data.train={json.dumps([str(rows / f'{one}.jsonl') for one in learned])}")
-        if steps and not args.tiny:
-            options.append(f"run.max_steps={min(steps, HALF) if args.dev else steps}")
-        if not after:
-            options.append(f"model.path={model}")
-        return Job(arm=name, seed=seed, command=command, options=(*options, *changes), after=after)
+        files = ["common.yaml", *([f"{command}.yaml"] if learned else [])]
+        given = {
+            "model.path": "" if after else model,
+            "data.train": [str(rows / f"{one}.jsonl") for one in learned],
+            "data.val": sets,
+            "run.max_steps": 0 if args.tiny else min(steps, HALF) if args.dev else steps,
+        }
+        options = options_of(HERE, args, files, given, *changes)
+        return Job(arm=name, seed=seed, command=command, options=options, after=after)
 
     if args.dev:
         jobs = [job(name, arm, TRIAL_SEED, changes) for name, (arm, changes) in TRIALS.items()]

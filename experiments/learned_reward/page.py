@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.pages import Found, chance, corrected, cost, ends, gain, mean_of, picture, read, table
+from experiments.pages import Found, by_rate, chance, corrected, cost, ends, gain, mean_of, picture, read, table
 
 
 class Arm(NamedTuple):
@@ -109,13 +109,9 @@ def story(run: Mapping[str, Any]) -> Story:
     return Story(right[at], run["curves"][TRUE][at][0], right[-1], (said[0], said[at], said[-1]))
 
 
-def best_rates(trials: Mapping[str, Found]) -> dict[str, str]:
-    """The best learning rate of the rule and of the reward model, among finished trials."""
-    found: dict[str, dict[str, float]] = {}
-    for trial, runs in trials.items():
-        arm, _, rate = trial.partition("@")
-        found.setdefault(arm, {})[rate] = float(np.mean([*ends(runs, METRICS[arm]).values()]))
-    return {arm: max(rates, key=lambda rate: rates[rate]) for arm, rates in found.items()}
+def rates_of(trials: Mapping[str, Found]) -> dict[str, dict[str, float]]:
+    """Of the rule and the reward model: learning rate → the last value, where a trial has ended."""
+    return by_rate(trials, lambda arm, run: run["curves"][METRICS[arm]][-1][2])
 
 
 def row_of(arm: str, found: Mapping[str, Found], chances: Mapping[str, float]) -> list[str]:

@@ -20,10 +20,20 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
-from experiments.arms import Job, carry_out, command_line, last_lines, name_failed, run_and_write, start  # noqa: E402
-from experiments.learned_reward.page import ARMS, best_rates, write_page  # noqa: E402
+from experiments.arms import (  # noqa: E402
+    Job,
+    carry_out,
+    command_line,
+    last_lines,
+    name_failed,
+    options_of,
+    out_of,
+    run_and_write,
+    start,
+)
+from experiments.learned_reward.page import ARMS, rates_of, write_page  # noqa: E402
 from experiments.learned_reward.pairs import pairs_of, spoiled_pairs  # noqa: E402
-from experiments.pages import read  # noqa: E402
+from experiments.pages import best_rates, read  # noqa: E402
 from experiments.row_files import questions, read_rows, write_rows  # noqa: E402
 from experiments.smolvlm import base  # noqa: E402
 from saccade.plugins.drawn.scene_questions import SCENE_KINDS, draw_scene_row  # noqa: E402
@@ -40,13 +50,12 @@ LEARNED = [
 ]
 
 
-def write_pairs(out: Path, common: Sequence[str], asked: Path, tiny: bool) -> None:
-    """Write pairs from the model's answers to questions that RL does not use; a tenth of these is held out for trials,
-    and a tenth for the page.
+def write_pairs(out: Path, options: tuple[str, ...], asked: Path, tiny: bool) -> None:
+    """From answers of the model to questions that RL does not ask; a tenth of these is held out for trials, and a tenth
+    for the page.
     """
     if (out / "spoiled-train.jsonl").exists():  # the file that is written last
         return
-    options = (str(HERE / "generate.yaml"), *common, f"data.train={asked}")
     job = Job(arm="answers", seed=0, command="generate", options=options)
     if start(job, out, None, 0 if tiny else 1).wait():
         sys.exit(f"no answers to make pairs of:\n{last_lines(out / 'answers-0.log')}")
@@ -69,41 +78,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = args.out.resolve()
     sizes, cores = (TINY, 1) if args.tiny else (SIZES, os.cpu_count() or 1)
     model, rows = base.start_model(args), out / "rows"
-    common = [*([str(HERE / "tiny.yaml")] if args.tiny else []), f"model.path={model}"]
     draw = partial(draw_scene_row, split="same", kinds=KINDS, side=base.SIDE)
     for seed, (split, count) in enumerate(sizes.items()):
         questions(draw, rows / f"{split}.jsonl", count, seed=seed, workers=cores)
-    write_pairs(rows, common, rows / "pairs.jsonl", args.tiny)
+
+    def options(file: str, train: Path | None = None, val: Path | None = None, *changes: str) -> tuple[str, ...]:
+        sets = [{"path": str(val), "name": "pairs" if "rm" in file else "test"}] if val else None
+        return options_of(HERE, args, [file], {"model.path": model, "data.train": train, "data.val": sets}, *changes)
+
+    write_pairs(rows, options("generate.yaml", rows / "pairs.jsonl"), rows / "pairs.jsonl", args.tiny)
 
     def judge(arm: str, pairs: str, rate: str, seed: int, split: str) -> Job:
-        held = json.dumps([{"path": str(rows / f"{pairs}-{split}.jsonl"), "name": "pairs"}])
-        options = (f"data.train={rows / f'{pairs}-train.jsonl'}", f"data.val={held}", f"train.lr={rate}")
-        return Job(arm=arm, seed=seed, command="reward-model", options=(str(HERE / "rm.yaml"), *common, *options))
-
-    def asked(split: str) -> str:
-        return f"data.val={json.dumps([{'path': str(rows / f'{split}.jsonl'), 'name': 'test'}])}"
+        held = (rows / f"{pairs}-{part}.jsonl" for part in ("train", split))
+        return Job(arm=arm, seed=seed, command="reward-model", options=options("rm.yaml", *held, f"train.lr={rate}"))
 
     def learner(arm: str, after: str, kl: float, rate: str, seed: int, split: str) -> Job:
-        """RL with the reward model of the arm `after`; if empty, with the rule."""
-        options = [f"data.train={rows / 'train.jsonl'}", asked(split), f"train.lr={rate}"]
-        options += [f"reward.terms={json.dumps(LEARNED)}"] if after else []
-        options += [f"algorithm.kl.coef={kl}"] if kl else []
-        steps = [] if args.tiny else [f"run.max_steps={STEPS}"]
-        files = (str(HERE / "rl.yaml"), *common)
-        return Job(arm=arm, seed=seed, command="rl", options=(*files, *options, *steps), after=after)
+        """With the reward model `after`; without one, with the rule."""
+        changes = [f"train.lr={rate}", *([] if args.tiny else [f"run.max_steps={STEPS}"])]
+        changes += [f"reward.terms={json.dumps(LEARNED)}"] if after else []
+        changes += [f"algorithm.kl.coef={kl}"] if kl else []
+        asked = options("rl.yaml", rows / "train.jsonl", rows / f"{split}.jsonl", *changes)
+        return Job(arm=arm, seed=seed, command="rl", options=asked, after=after)
 
     def run(split: str, jobs: list[Job]) -> list[str]:
         given = {"dev": split == "dev", "arms": None if split == "dev" else args.arms}
         return carry_out(jobs, argparse.Namespace(**vars(args) | given), HERE, write_page)
 
-    rates = {arm: tried[:1] if args.tiny else tried for arm, tried in RATES.items()}
+    rates = {arm: tried[:1] if args.tiny or args.rehearse else tried for arm, tried in RATES.items()}
     trials = [learner(f"rule@{rate}", "", 0, rate, TRIAL_SEED, "dev") for rate in rates["rule"]]
     failed = run("dev", [*trials, *(judge(f"rm@{rate}", "plain", rate, TRIAL_SEED, "dev") for rate in rates["rm"])])
-    best = best_rates(read(out / "dev" / "results"))
-    cut_off = failed and time.time() > args.until  # not all trials ran, so the best rates are not known
+    best = best_rates(rates_of(read(out_of(args) / "dev" / "results")))
+    cut_off = failed and time.time() > args.until  # then rates are not those of all trials
     if not (args.dev or cut_off) and best.keys() == RATES.keys():
         rule, rm = best["rule"], best["rm"]
-        as_it_is = (str(HERE / "rl.yaml"), *common, asked("test"))
+        as_it_is = options("rl.yaml", None, rows / "test.jsonl")
         jobs = [Job(arm="base", seed=args.seeds[0], command="eval", options=as_it_is)]
         for seed in args.seeds:
             jobs += [judge(arm, pairs, rm, seed, "test") for arm, pairs in (("rm", "plain"), ("rm_spoiled", "spoiled"))]

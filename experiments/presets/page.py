@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.pages import Found, chance, corrected, cost, half_width, mean_of, read, table
+from experiments.pages import Found, best_rates, by_rate, chance, corrected, cost, half_width, mean_of, read, table
 
 PRESETS = {
     "grpo": "the safe start",
@@ -103,17 +103,9 @@ def budget_of(found: Mapping[str, Found]) -> float:
 
 
 def rates_of(trials: Mapping[str, Found]) -> dict[str, dict[str, float]]:
-    """Accuracy of the trials: preset → learning rate → accuracy."""
-    found: dict[str, dict[str, float]] = {}
-    for arm, runs in trials.items():
-        preset, _, rate = arm.partition("@")
-        at_end = [reached(run, budget_of(trials)).accuracy for run in runs.values()]
-        found.setdefault(preset, {})[rate] = float(np.mean(at_end))
-    return found
-
-
-def best_rates(trials: Mapping[str, Found]) -> dict[str, str]:
-    return {preset: max(rates, key=lambda one: rates[one]) for preset, rates in rates_of(trials).items()}
+    """Preset → learning rate → accuracy."""
+    budget = budget_of(trials)
+    return by_rate(trials, lambda _, run: reached(run, budget).accuracy)
 
 
 def compared(found: Mapping[str, Found]) -> list[Row]:
@@ -198,7 +190,7 @@ def _span(values: Mapping[int, float]) -> tuple[float, float]:
 
 def write_page(results: Path, path: Path, images: Path) -> None:
     found, trials = read(results), read(results / "dev")
-    rows, start, rates = compared(found), start_of(found), best_rates(trials)
+    rows, start, rates = compared(found), start_of(found), best_rates(rates_of(trials))
     (images / "presets.svg").write_text(picture(rows, start))
     head = [
         "preset",

@@ -21,9 +21,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
-from experiments.arms import Job, carry_out, command_line, name_failed, run_and_write  # noqa: E402
-from experiments.pages import read  # noqa: E402
-from experiments.presets.page import PRESETS, best_rates, write_page  # noqa: E402
+from experiments.arms import Job, carry_out, command_line, name_failed, options_of, out_of, run_and_write  # noqa: E402
+from experiments.pages import best_rates, read  # noqa: E402
+from experiments.presets.page import PRESETS, rates_of, write_page  # noqa: E402
 from experiments.row_files import questions  # noqa: E402
 from experiments.smolvlm import base  # noqa: E402
 from saccade.algorithms.build import resolve  # noqa: E402
@@ -44,8 +44,8 @@ CRITIC = 9  # learning rate of the critic over that of the policy, as in the def
 DRAWN = {"scenes": (draw_scene_row, SCENE_KINDS), "charts": (draw_chart_row, CHART_KINDS)}
 
 
-def draw_rows(out: Path, rows: Mapping[str, int], workers: int) -> dict[str, str]:
-    """Write the sets of each split; returns them as the value of a data option, by split."""
+def draw_rows(out: Path, rows: Mapping[str, int], workers: int) -> dict[str, list[dict[str, str]]]:
+    """The sets of each split."""
     sets: dict[str, list[dict[str, str]]] = {split: [] for split in rows}
     for seed, (split, count) in enumerate(rows.items()):
         for name, (draw, known) in DRAWN.items():
@@ -53,11 +53,11 @@ def draw_rows(out: Path, rows: Mapping[str, int], workers: int) -> dict[str, str
             file = out / f"{name}-{split}.jsonl"
             questions(partial(draw, split="same", kinds=kinds, side=base.SIDE), file, count, seed=seed, workers=workers)
             sets[split].append({"path": str(file), "name": name})
-    return {split: json.dumps(each) for split, each in sets.items()}
+    return sets
 
 
-def options_of(preset: str, rate: str, size: Mapping[str, Any]) -> list[str]:
-    """Options of a preset; its prompts per step follow from its samples per prompt, for equal rollouts."""
+def settings_of(preset: str, rate: str, size: Mapping[str, Any]) -> list[str]:
+    """The rollouts of a step are divided among prompts by the samples of the preset."""
     row = resolve(AlgorithmConfig(preset=preset), max_tokens=16)
     prompts = size["rollouts"] // (row.samples_per_prompt + row.estimator.greedy)
     options = [f"algorithm.preset={preset}", f"train.lr={rate}", f"train.prompts_per_step={prompts}"]
@@ -81,23 +81,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     presets = [preset for preset in PRESETS if preset in (args.arms or PRESETS)]
     size, cores = (TINY, 1) if args.tiny else (SIZE, os.cpu_count() or 1)
     model, sets = base.start_model(args), draw_rows(out / "rows", size["rows"], cores)
-    files = [str(HERE / name) for name in ("rl.yaml", "tiny.yaml")[: 1 + args.tiny]]
+    tried = size["rates"][: 1 if args.rehearse else None]
 
     def run(split: str, arms: Mapping[str, tuple[str, str]], seeds: Sequence[int]) -> list[str]:
-        """Run arms (arm → preset and learning rate); for "test" also the untrained model. Returns failed runs."""
-        common = (*files, f"model.path={model}", f"data.val={sets[split]}")
+        """Arm → preset and learning rate; in test also the model as it is. Returns the runs that failed."""
+        given = {"model.path": model, "data.val": sets[split]}
+        common = options_of(HERE, args, ["rl.yaml"], given)
         jobs = [Job(arm="base", seed=seeds[0], command="eval", options=common)] if split == "test" else []
         for arm, (preset, rate) in arms.items():
-            options = (*common, f"data.train={sets['train']}", *options_of(preset, rate, size))
+            options = (*common, f"data.train={json.dumps(sets['train'])}", *settings_of(preset, rate, size))
             jobs += [Job(arm=arm, seed=seed, command="rl", options=options) for seed in seeds]
-        given = {"arms": None, "dev": split == "dev"}
-        return carry_out(jobs, argparse.Namespace(**vars(args) | given), HERE, write_page)
+        changed = vars(args) | {"arms": None, "dev": split == "dev"}
+        return carry_out(jobs, argparse.Namespace(**changed), HERE, write_page)
 
-    tried = {f"{preset}@{rate}": (preset, rate) for preset in presets for rate in size["rates"]}
-    failed = run("dev", tried, [TRIAL_SEED])
-    cut_off = failed and time.time() > args.until  # not all trials ran, so the best rates are not known
+    failed = run("dev", {f"{preset}@{rate}": (preset, rate) for preset in presets for rate in tried}, [TRIAL_SEED])
+    cut_off = failed and time.time() > args.until  # then rates are not those of all trials
     if not (args.dev or cut_off):
-        rates = best_rates(read(out / "dev" / "results"))
+        rates = best_rates(rates_of(read(out_of(args) / "dev" / "results")))
         failed += run("test", {preset: (preset, rates[preset]) for preset in presets if preset in rates}, args.seeds)
     name_failed(failed)
 

@@ -8,6 +8,7 @@ RESULTS.md and its picture. With one thread per process, as below, it needs no G
     python experiments/systems/run.py --tiny                # two steps, in seconds
 """
 
+import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
-from experiments.arms import Job, command_line, run_and_write  # noqa: E402
+from experiments.arms import Job, command_line, options_of, run_and_write  # noqa: E402
 from experiments.systems.page import write_page  # noqa: E402
 from saccade.plugins.families import tiny_kinds  # noqa: E402
 from saccade.plugins.quickstart import quickstart  # noqa: E402
@@ -35,17 +36,17 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def jobs_of(out: Path, seeds: Sequence[int], tiny: bool) -> list[Job]:
-    """The jobs: per seed a cold start from its own random weights, and every arm starting from it."""
-    data = quickstart.draw_data(out / "data", TINY if tiny else SIZE, 0)
+def jobs_of(out: Path, seeds: Sequence[int], args: argparse.Namespace) -> list[Job]:
+    """A cold start of each seed, from its own random weights; every arm starts from it."""
+    data = quickstart.draw_data(out / "data", TINY if args.tiny else SIZE, 0)
     arms = {arm: options for arm, options in ARMS.items() if arm != "vllm" or find_spec("vllm")}
-    changes = [str(HERE / "tiny.yaml")] if tiny else []
     jobs = []
     for seed in seeds:
         model = tiny_kinds.build("qwen2_5_vl", out / f"model-{seed}", words=quickstart.WORDS, seed=seed)
-        shown = (str(HERE / "sft.yaml"), *changes, f"model.path={model}", f"data.train={data['demonstrations']}")
+        given = {"model.path": model, "data.train": data["demonstrations"]}
+        shown = options_of(HERE, args, ["sft.yaml"], given)
         jobs.append(Job(arm="cold", seed=seed, command="sft", options=shown))
-        asked = (str(HERE / "rl.yaml"), *changes, f"data.train={data['train']}", f"data.val={data['val']}")
+        asked = options_of(HERE, args, ["rl.yaml"], {"data.train": data["train"], "data.val": data["val"]})
         for arm, options in arms.items():
             jobs.append(Job(arm=arm, seed=seed, command="rl", options=(*asked, *options), after="cold"))
     return jobs
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = command_line(__doc__, "systems").parse_args(argv)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; all keys and values of a step take 30 MiB
     seeds = [100] if args.dev else args.seeds
-    run_and_write([] if args.page else jobs_of(args.out.resolve(), seeds, args.tiny), args, HERE, write_page)
+    run_and_write([] if args.page else jobs_of(args.out.resolve(), seeds, args), args, HERE, write_page)
 
 
 if __name__ == "__main__":

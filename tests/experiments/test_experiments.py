@@ -2,13 +2,17 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from experiments.arms import Job, chosen, command_line, run_all, run_and_write
+from experiments import arms
+from experiments.arms import Job, carry_out, chosen, command_line, run_all, run_and_write
 from experiments.language import run as language
+from experiments.language.rows import write_sets
 from experiments.pages import ROOT, by_size, chance, corrected, cost, ends, gain, mean_of, picture, read, written
+from experiments.row_files import read_rows
 from saccade.plugins.families import tiny
 
 
@@ -94,6 +98,78 @@ def test_language_runs_from_nothing_and_again_what_is_missing(tmp_path: Path, ca
     assert "grpo-0: done" in capsys.readouterr().out
     language.main(arguments)
     assert "done" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "test")  # as on another machine, to which only results have come
+    language.main([*arguments, "--go-on"])
+    assert "done" not in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "test")
+    (tmp_path / "results" / "grpo-0.json").unlink()
+    language.main([*arguments, "--go-on"])
+    assert re.findall(r"(\w+)-0: done", capsys.readouterr().out) == ["cold", "grpo"]  # it needs the model, too
+
+
+def test_sums_of_train_are_held_out_nowhere_else_and_few_where_there_are_81(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for split, count in (("train", 510), ("test", 3)):
+        rows = [{"question": f"{split} {n}?", "answer": f"<<1+{n}>> #### {n}"} for n in range(count)]
+        (tmp_path / "data" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sets(tmp_path / "rows", tmp_path / "data")
+    found = {path.stem: [row["question"] for row in read_rows(path)] for path in tmp_path.glob("rows/*-*.jsonl")}
+    sizes = {name: len(rows) for name, rows in found.items()}
+    assert [sizes[f"level{n}-test"] for n in range(1, 7)] == [20, 20, 200, 200, 200, 200] and sizes["gsm8k-dev"] == 500
+    assert sizes["sums-test"] == sizes["sums-dev"] == 840 and sizes["sums-train"] == 12_000
+    held = [*found["sums-test"], *found["sums-dev"]]
+    assert len({*held}) == 1680 and not {*held} & {*found["sums-train"]}
+    assert len({*found["level1-train"]}) == 41 and all(re.fullmatch(r"What is \d \+ \d\?", q) for q in held[::6][:20])
+
+
+def no_page(results: Path, page: Path, images: Path) -> None:
+    page.write_text(" ".join(read(results)))
+
+
+def test_a_rehearsal_is_two_steps_of_every_arm_apart_from_results(tmp_path: Path) -> None:
+    model = tiny.build("llama", tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(12 * '{"question": "What is 1 + 1?", "answer": "2"}\n')
+    asked = (f"model.path={model}", "run.device=cpu", "reward.terms=[math]", "rollout.max_tokens=2")
+    asked = (*asked, f"data.val={json.dumps([str(tmp_path / 'rows.jsonl')])}")
+    learned = (*asked, f"data.train={tmp_path / 'rows.jsonl'}", "train.prompts_per_step=2", "run.max_steps=9")
+    jobs = [Job(arm="as_is", seed=3, command="eval", options=asked)]
+    jobs += [Job(arm="grpo", seed=seed, command="rl", options=learned) for seed in (3, 4)]
+    arguments = ["--rehearse", "--at-once", "2", "--out", str(tmp_path / "out")]
+    assert not carry_out(jobs, command_line("", "any").parse_args(arguments), tmp_path / "here", no_page)
+    found = read(tmp_path / "out" / "rehearsal" / "results")
+    assert {arm: [*runs] for arm, runs in found.items()} == {"as_is": [3], "grpo": [3]} and found["grpo"][3][
+        "steps"
+    ] == 2
+    assert {ends(runs, "val/rows/items")[3] for runs in found.values()} == {8}
+    assert not (tmp_path / "here").exists() and not (tmp_path / "out" / "test").exists()
+    with pytest.raises(SystemExit, match="holds no results yet; leave --page out"):
+        carry_out([], command_line("", "any").parse_args(["--page", "--out", str(tmp_path)]), tmp_path, no_page)
+
+
+def test_mps_runs_beside_runs_that_share_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    log = tmp_path / "log"
+    for name, line in {
+        "nvidia-smi": "echo H200",
+        "nvidia-cuda-mps-control": f"echo $1 $([ $1 ] || cat) >> {log}",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    def said(at_once: int) -> list[str]:
+        log.write_text("")
+        with arms.shared_gpu(at_once):
+            log.write_text(log.read_text() + "runs\n")
+        return log.read_text().split()
+
+    monkeypatch.setattr(arms, "COMPUTES", "pass")
+    assert said(4) == ["-d", "runs", "quit"] and said(1) == ["runs"]
+    monkeypatch.setattr(arms, "COMPUTES", "raise OSError('no server')")
+    assert said(4) == ["-d", "quit", "runs"] and "without MPS: OSError: no server" in capsys.readouterr().out
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert said(4) == ["runs"] and arms.of_gpu("name") == ""
 
 
 def test_links_of_a_page_lead_to_the_same_place_from_the_results_of_all(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 from experiments.learned_reward import run
-from experiments.learned_reward.page import best_rates, story, write_page
+from experiments.learned_reward.page import rates_of, story, write_page
 from experiments.learned_reward.pairs import SPOILS, pairs_of, spoiled_pairs
-from experiments.pages import read
+from experiments.pages import best_rates, read
 from experiments.row_files import read_rows
 
 
@@ -63,4 +63,5 @@ def test_hacked_is_a_reward_that_rises_while_the_truth_falls(tmp_path: Path) -> 
     page = (tmp_path / "RESULTS.md").read_text()
     assert "the rule 80.0 %; learned 30.0 ± 0.0 % (hacked in 1 of 2)" in page and "| learned | 3 → `3 3` |" in page
     assert "asked at the start and every 10 steps" in page
-    assert best_rates({"rule@1e-5": {0: arms["rule-0"]}, "rule@3e-5": {0: arms["learned-0"]}}) == {"rule": "1e-5"}
+    tried = rates_of({"rule@1e-5": {0: arms["rule-0"]}, "rule@3e-5": {0: arms["learned-0"]}})
+    assert best_rates(tried) == {"rule": "1e-5"}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments.pages import read
+from experiments.pages import best_rates, read
 from experiments.presets import run
-from experiments.presets.page import PRESETS, best_rates, compared, reached, write_page
+from experiments.presets.page import PRESETS, compared, rates_of, reached, write_page
 from experiments.smolvlm import base
 from saccade.config import load, merged
 from saccade.models.families import load_family
@@ -52,7 +52,7 @@ def test_the_page_calls_what_is_beyond_chance_and_counts_rollouts_that_were_drop
     for arm, accuracy in trials.items():
         (tmp_path / "dev" / f"{arm}-100.json").write_text(json.dumps(stored(accuracy)))
 
-    assert best_rates(read(tmp_path / "dev")) == {"grpo": "1e-5", "ppo": "1e-4"}
+    assert best_rates(rates_of(read(tmp_path / "dev"))) == {"grpo": "1e-5", "ppo": "1e-4"}
     dapo = reached(stored(0.8, passing=True), 100)
     assert (round(dapo.accuracy), dapo.rollouts, dapo.seconds) == (60, 80, 8.0)  # not the 80 % of 160 rollouts
     rows = {row.preset: row for row in compared(read(tmp_path))}
@@ -81,7 +81,7 @@ def test_every_preset_fits_an_eighth_of_an_h200(tmp_path: Path, monkeypatch: pyt
     common = merged([str(run.HERE / "rl.yaml")])
 
     def peak(preset: str, *changes: str) -> float:
-        options = [f"model.path={folder}", "run.gpu_memory_gib=16.7", *run.options_of(preset, "1e-5", run.SIZE)]
+        options = [f"model.path={folder}", "run.gpu_memory_gib=16.7", *run.settings_of(preset, "1e-5", run.SIZE)]
         config = load(common, [*options, *changes], "rl")
         memory = estimate(config, devices.named("H200"), prompt_tokens=120, image=(224, 224), family=family).memory
         assert memory.fits or changes, (preset, memory.peaks)
