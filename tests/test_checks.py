@@ -2,7 +2,7 @@
 
 import pytest
 
-from saccade.checks import check, not_counted
+from saccade.checks import check, idle_gpus, not_counted
 from saccade.config import given, load, on_one_gpu
 from saccade.errors import ConfigError
 
@@ -159,6 +159,18 @@ def test_what_a_command_does_not_read_is_told_in_a_line(rows):
     assert not_counted(several, "reward-model") == line
     assert on_one_gpu(plain := load(None)) is plain  # nothing was set that a command does not read
     assert not_counted(on_one_gpu(load(None, ["run.gpus=4"])), "eval") == "`saccade eval` does not read run.gpus"
+
+
+@pytest.mark.parametrize(("command", "options", "there", "line"), [
+    ("rl", "", 8, "1 of 8 GPUs is used; run.gpus=8 uses all of them"),
+    ("eval", "", 2, "1 of 2 GPUs is used; rollout.replicas=2 uses all of them"),
+    ("eval", "run.gpus=8", 2, "run.gpus=8 is for training, and one GPU answers; rollout.replicas=8 uses as many"),
+    *((command, "", there, None) for command in ("sft", "eval") for there in (0, 1)),
+    *(("rl", option, 8, None) for option in ("run.gpus=1", "run.gpus=4", "rollout.engine=vllm")),
+    *(("generate", f"rollout.replicas=2 run.gpus={gpus}", 8, None) for gpus in (1, 8)),
+])  # fmt: skip
+def test_gpus_that_nobody_asked_for_are_told(command, options, there, line):
+    assert idle_gpus(load(None, options.split(), command), command, there) == line
 
 
 def test_eval_takes_the_file_of_a_training_run(rows):

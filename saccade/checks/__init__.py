@@ -96,6 +96,19 @@ def not_counted(config: Config, command: str) -> str | None:
     return f"`saccade {command}` does not read {', '.join(others)}" if others else None
 
 
+def idle_gpus(config: Config, command: str, there: int = 0) -> str | None:
+    """A line about GPUs that the command leaves idle where the config does not say how many it should use. `there`:
+    GPUs of this machine.
+    """
+    own, rollout, trains = config.run, config.rollout, command in TRAINING
+    if rollout.replicas or rollout.engine != "embedded" or (trains and "gpus" in own.model_fields_set):
+        return None
+    if own.gpus > 1:
+        return f"run.gpus={own.gpus} is for training, and one GPU answers; rollout.replicas={own.gpus} uses as many"
+    option = "run.gpus" if trains else "rollout.replicas"
+    return f"1 of {there} GPUs is used; {option}={there} uses all of them" if there > 1 else None
+
+
 MODEL = (model_rules.model, model_rules.local_weights_needed, "series")
 SAMPLING = (model_rules.lora_dropout, steps.sampling, steps.response_length, steps.batch)
 LOOKING = (rows.pixels, rows.prompt_files, model_rules.judge)

@@ -36,10 +36,10 @@ def init(
     data: Annotated[Path, typer.Argument(help="Data file.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
     device: Annotated[
-        str | None, typer.Option(help="GPU that it should fit, such as H100; else this machine's.")
+        str | None, typer.Option(help="One GPU that it should fit, such as H100; else all of this machine.")
     ] = None,
 ) -> None:
-    """Write a commented run.yaml for a model folder and a data file, with sizes that fit the GPU."""
+    """Write a commented run.yaml for a model folder and a data file, with sizes that fit the GPUs of this machine."""
     from saccade.plugins.init.init_config import advice, write_config
 
     if note := write_config(model, data, out, device):

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from saccade.checks import not_counted
+from saccade.checks import idle_gpus, not_counted
 from saccade.config import AlgorithmConfig, Config, load, to_yaml
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import EnvironmentProblem, Interrupted, SaccadeError
@@ -120,7 +120,8 @@ class Run:
         unlimited = None
         if config.gpus == 1:  # else the ranks take the memory, not this process
             unlimited = devices.no_limit(config.gpu_memory_gib, devices.unoccupied(config.device))
-        for text in filter(None, [not_counted(self.config, self.command), unlimited]):
+        idle = idle_gpus(self.config, self.command, devices.count(config.device))
+        for text in filter(None, [not_counted(self.config, self.command), unlimited, idle]):
             log.info(text)
         if self.start is not None:
             log.info(f"resuming from {self.start}, after step {self.step}")

@@ -156,6 +156,13 @@ def unoccupied(wanted: str = "auto") -> Device:
     return replace(device, memory=(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) / 2**30)
 
 
+def count(wanted: str = "auto") -> int:
+    """Returns how many GPUs `run.device` can use on this machine; 0: it means the CPU."""
+    import torch
+
+    return 0 if wanted == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+
+
 def present(wanted: str = "auto") -> Device:
     """The device that `run.device` selects: the GPU of this process with its actual memory, or the CPU."""
     import torch

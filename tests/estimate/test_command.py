@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from saccade.cli import app
@@ -64,6 +65,23 @@ def test_init_writes_what_fits_a_gpu(large, tmp_path):
     )  # the error has several lines
     result = CliRunner().invoke(app, [*arguments[:4], str(out := tmp_path / "d.yaml"), "--device", "H200"])
     assert result.exit_code == 0 and "# No estimate for one H200: data.train: " in out.read_text() and load(out)
+
+
+@pytest.mark.parametrize(("size", "gpus", "said", "changed"), [
+    ("7b", 1, "fits one H200 with train.offload=true", {"train.offload": True}),
+    ("7b", 8, "fits each of 8 H200: ", {}),
+    ("32b", 8, "fits each of 8 H200 with train.offload=true", {"train.offload": True}),
+    ("72b", 2, "fits each of 2 H200 with model.train=qlora", {"model.train": "qlora"}),
+])  # fmt: skip
+def test_init_uses_the_gpus_that_are_there(shaped, tmp_path, monkeypatch, size, gpus, said, changed):
+    """Before it changes what is trained."""
+    monkeypatch.setattr(devices, "present", lambda wanted: H200)
+    monkeypatch.setattr(devices, "count", lambda wanted="auto": gpus)
+    (rows := tmp_path / "rows.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
+    result = CliRunner().invoke(app, ["init", shaped(size), str(rows), "--out", str(out := tmp_path / "run.yaml")])
+    assert result.exit_code == 0 and said in result.stdout, result.output
+    written = yaml.safe_load(out.read_text())
+    assert written["run"].get("gpus", 1) == gpus and {n: written[n] for n in written if "." in n} == changed
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -20,6 +20,7 @@ from saccade.plugins.view.view_server import list_runs, show_run
 from saccade.recipes import rl, sft
 from saccade.recipes.evaluator import Result, describe
 from saccade.run.statistics import mean_interval, pass_at_k
+from saccade.system import devices
 from tests.browser import page_data
 
 SAMPLES = "eval/samples.jsonl"
@@ -206,7 +207,8 @@ def test_what_was_stopped_goes_on_with_the_sets_that_are_missing(tmp_path, judge
     assert len(page_data(folder / "report.html")["episodes"]["items"]) == 8 + 16 * 40
 
 
-def test_one_greedy_answer_is_the_default(tmp_path, judged, scenes, capsys):
+def test_one_greedy_answer_is_the_default(tmp_path, judged, scenes, capsys, monkeypatch):
+    monkeypatch.setattr(devices, "count", lambda wanted: 8)
     rows = (scenes / "val.jsonl").read_text().splitlines()
     file = scenes / "named_twice.jsonl"
     file.write_text("\n".join([*rows[:6], rows[6], rows[6]]) + "\n")
@@ -214,7 +216,9 @@ def test_one_greedy_answer_is_the_default(tmp_path, judged, scenes, capsys):
     first, second = (evaluate.run(config | {"run.seed": n}, out=tmp_path / str(n)) for n in (1, 2))
     assert first == second
     assert "avg@1" not in first["named_twice"] and first["named_twice"]["items"] == 8
-    assert capsys.readouterr().out.count("1 row got a suffix, as another one has the same id") == 2
+    said = capsys.readouterr().out
+    for line in ("1 row got a suffix, as another one has the same id", "1 of 8 GPUs is used; rollout.replicas=8 uses"):
+        assert said.count(line) == 2
 
 
 def test_responses_can_be_scored_again(four, judged, tmp_path):

@@ -17,6 +17,7 @@ from saccade.plugins.reward_models import reward_training
 from saccade.recipes import rl, sft
 from saccade.run.checkpoint import complete_steps
 from saccade.run.loggers import read_metrics
+from saccade.system import devices
 
 THREAD = "checkpoint"
 
@@ -221,7 +222,9 @@ def test_without_room_for_a_copy_training_waits_and_says_so_once(
     in_thread = []
     before_writing(lambda: in_thread.append(1))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1_000_000))
+    monkeypatch.setattr(devices, "count", lambda wanted: 8)
     sft.run(sft_config(tmp_path, save__every=1) | SFT)
     said = capsys.readouterr().out
     assert said.count("training waits while checkpoints are written: a copy takes") == 1
+    assert said.count("1 of 8 GPUs is used; run.gpus=8 uses all of them") == 1
     assert in_thread == [] and steps_of(tmp_path / "run") == [2, 3, 4]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.algorithms.describe import cells, describe
-from saccade.checks import not_counted, unread
+from saccade.checks import idle_gpus, not_counted, unread
 from saccade.checks.steps import algorithm_of, total_steps
 from saccade.config import Config, DataSource
 from saccade.config.notation import write
@@ -42,8 +42,8 @@ def print_plan(config: Config, name: str, *, full: bool) -> None:
     print("\nBatch arithmetic")
     for quantity, value in plan(config, name):
         print(f"  {quantity:<30} {value}")
-    if others := not_counted(config, name):
-        print(others)
+    for line in filter(None, (not_counted(config, name), idle_gpus(config, name))):
+        print(line)
     if described(Path(config.model.path)).get("model_type", "") not in (
         "",
         *FAMILIES,

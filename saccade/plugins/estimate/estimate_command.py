@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from tempfile import TemporaryDirectory
 
+from saccade.checks import idle_gpus
 from saccade.config import Config, load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import FAMILIES, Family
@@ -161,7 +162,8 @@ def in_short(found: Estimate, command: str = "rl") -> str:
 
 def told(config: Config, found: Estimate, command: str = "rl") -> list[str]:
     """A short summary; with several GPUs and known seconds, also the comparison with one GPU."""
-    lines = [*about(found).splitlines(), *found.notes, short_of_memory(config, found), in_short(found, command)]
+    idle = idle_gpus(config, command, devices.count(config.run.device))
+    lines = [*about(found).splitlines(), *found.notes, short_of_memory(config, found), idle, in_short(found, command)]
     if found.efficiency and found.pace:
         waits = " and ".join(f"{found.pace.seconds[name]:.2f} in the {name}" for name in ("exchange", "controller"))
         speeds = ", ".join(f"{share:.0%} with as many {same}" for same, share in found.efficiency.items())

@@ -41,6 +41,7 @@ from saccade.recipes.evaluator import Result, describe
 from saccade.recipes.failures import check_errors
 from saccade.run.console import Console
 from saccade.run.folder import QUARANTINE, RESULTS, read_manifest
+from saccade.system import devices
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ def run(
             other = "--rescore, which asks nothing" if rescore else "a reward model, which judges pairs"
             raise ConfigError(f"--also {name}: has no effect with {other}; leave it out")
     checks.check(config, "eval" if rescore is None else "rescore")
+    idle = checks.idle_gpus(config, "eval", devices.count(config.run.device))
     config = on_one_gpu(config)
     model_setup.quiet_libraries()
     asked = {} if judges or rescore else {"command": "eval", "also": sorted(also)}
@@ -78,18 +80,20 @@ def run(
             return found
         summary = dict[str, Any]()
         with _ended_by_signals(folder, summary):
-            _evaluate(config, folder, answers, asked, summary)
+            _evaluate(config, folder, answers, asked, summary, idle)
         return summary
 
 
-def _evaluate(config: Config, folder: Path, answers: Path, asked: Mapping[str, Any], summary: dict[str, Any]) -> None:
-    """Adds the numbers of each set to the summary, which a signal does not take away."""
+def _evaluate(
+    config: Config, folder: Path, answers: Path, asked: Mapping[str, Any], summary: dict[str, Any], idle: str | None
+) -> None:
+    """Adds the numbers of each set to the summary, so that they remain when a signal ends it. `idle`: a line about
+    GPUs that are not used.
+    """
     also = asked["also"]
     given = config
     config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     family = answering_family(config)
-    if others := checks.not_counted(config, "eval"):
-        log.info(others)
     sets = questions.validation_sets(config, family) | suite_sets(config, family)
     if "leaks" in also and not config.data.train:
         raise ConfigError(
@@ -101,6 +105,8 @@ def _evaluate(config: Config, folder: Path, answers: Path, asked: Mapping[str, A
     opened = evaluator_of(config, family, folder, answers=answers, command="eval", name=folder.name)
     results = list[Result]()
     with closing(TrajectoryWriter(folder)) as writer, opened as (evaluator, console):
+        for line in filter(None, (checks.not_counted(config, "eval"), idle)):
+            log.info(line)
         for dataset in sets.values():
             parts.test_rewards(config, evaluator.scorer, dataset.samples)
         warn_of_rewards(evaluator.scorer, sets.values(), shared=False)

@@ -34,6 +34,7 @@ from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.rewards.scorer import Scorer
 from saccade.run.folder import differences, leaves, write_whole
+from saccade.system import devices
 from saccade.system.disk import require_writable
 from saccade.types import Group
 
@@ -63,6 +64,7 @@ def run(config: Any) -> dict[str, Any]:
     """Answer the rows of `data.train`, or of `data.val` if it is empty; with rewards, score each response."""
     config = load(config)
     checks.check(config, "generate")
+    idle = checks.idle_gpus(config, "generate", devices.count(config.run.device))
     config = on_one_gpu(config)
     model_setup.quiet_libraries()
     path = Path(config.run.out) / config.run.name / config.generate.output
@@ -81,8 +83,8 @@ def run(config: Any) -> dict[str, Any]:
     )
     with opened as (evaluator, console), path.open("a", encoding="utf-8") as file:
         quarantine = evaluator.quarantine
-        if others := checks.not_counted(config, "generate"):
-            log.info(others)
+        for line in filter(None, (checks.not_counted(config, "generate"), idle)):
+            log.info(line)
         log.info(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
         if again:
             log.info(f"of these {len(again)} are answered again, such as {again[0]}: they changed since")

@@ -25,6 +25,7 @@ from saccade.plugins.check_data.unused_media import unread_media
 from saccade.plugins.families.tiny_kinds import ALL
 from saccade.plugins.init.run_page import Guess, Page, run_page
 from saccade.plugins.sokoban import sokoban
+from saccade.system import devices
 from saccade.system.devices import Device
 from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
@@ -62,7 +63,7 @@ ELSEWHERE = {
 
 
 def write_config(model: Path, data: Path, out: Path, device: str | None = None) -> str:
-    """Write `out`; refuses to replace a file. Returns how a step fits the GPU of this machine, or the one named."""
+    """Write `out`; refuses to replace a file. Returns how a step fits the GPUs of this machine, or one as named."""
     from saccade.plugins.estimate.estimate_command import find_device  # with torch
 
     if out.exists():
@@ -88,37 +89,43 @@ def write_config(model: Path, data: Path, out: Path, device: str | None = None) 
         budgets=PIXELS.get(model_type, USUAL_PIXELS) if images else (),
         rewards=rewards,
         played=rewards.get("", ("",))[0] == "sokoban" and not images,  # move by move
+        gpus=1 if device else devices.count(),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(run_page(page), encoding="utf-8")
     config = load(out)
     if not gpu.is_gpu:
         return ""
-    note, changes = fitting(config, gpu)
+    note, changes = fitting(config, gpu, more=device is not None)
     lines = [f"# {note}", *(change.replace("=", ": ", 1) for change in changes)]
     out.write_text(run_page(page) + "\n".join(lines) + "\n", encoding="utf-8")
     load(out)
     return note
 
 
-def fitting(config: Config, gpu: Device) -> tuple[str, list[str]]:
-    """What is to be said of the GPU, and the options with which a step fits it."""
+def fitting(config: Config, gpu: Device, *, more: bool) -> tuple[str, list[str]]:
+    """Returns a line about the GPUs and the options with which a step fits them. `more`: there may be more GPUs than
+    `run.gpus`.
+    """
     from saccade.plugins.estimate import estimate  # with torch
     from saccade.recipes.model_setup import quiet_libraries
 
     quiet_libraries()
+    cards = f"one {gpu.name}" if config.run.gpus == 1 else f"each of {config.run.gpus} {gpu.name}"
     try:
         found = estimate(config, gpu)
     except SaccadeError as error:
-        return f"No estimate for one {gpu.name}: {' '.join(str(error).split())}", []
+        return f"No estimate for {cards}: {' '.join(str(error).split())}", []
     need = f"{max(found.memory.peaks.values()):.0f} GiB are needed of {found.memory.limit:.0f}"
     if found.memory.fits:
-        return f"A step fits one {gpu.name}: {need}", []
-    if not found.advice:
-        return f"A step does not fit one {gpu.name}, whatever is changed: {need}; take a smaller model", []
-    first, *others = found.advice
+        return f"A step fits {cards}: {need}", []
+    options = [option for option in found.advice if more or "run.gpus=" not in option]
+    if not options:
+        instead = found.advice[0] if found.advice else "a smaller model"
+        return f"A step does not fit {cards}, whatever is changed: {need}; take {instead}", []
+    first, *others = options
     instead = f", instead of which {' or '.join(others)} would do" if others else ""
-    return f"A step fits one {gpu.name} with {first}{instead}: else {need}", first.split()
+    return f"A step fits {cards} with {first}{instead}: else {need}", first.split()
 
 
 def advice(out: Path) -> str:

@@ -35,12 +35,14 @@ class Page:
     budgets: Sequence[tuple[int, str]]  # of pixels
     rewards: Mapping[str, Guess]  # by source, or one for all under the empty name
     played: bool  # a game gives the rewards
+    gpus: int  # of this machine
 
 
 def run_page(page: Page) -> str:
     held: list[Line] = [
         ("run:", ""),
         (f"  name: {_quoted(page.name)}", "the run folder is runs/NAME"),
+        *([(f"  gpus: {page.gpus}", "all of this machine; 1 trains on one of them")] if page.gpus > 1 else []),
         ("model:", ""),
         (f"  path: {_quoted(page.model)}", f"family {page.model_type}"),
         ("  train: full", "freeze:vision trains the language half only and needs less memory"),
