@@ -26,7 +26,7 @@ import torch
 from saccade.checks import idle_gpus, not_counted
 from saccade.config import AlgorithmConfig, Config, load, to_yaml
 from saccade.data.datasets import Dataset, Stream
-from saccade.errors import EnvironmentProblem, Interrupted, SaccadeError
+from saccade.errors import EnvironmentProblem, Interrupted, RankLost, SaccadeError
 from saccade.media.pixel_cache import drop_background
 from saccade.registry import HOOKS
 from saccade.run import checkpoint
@@ -151,7 +151,8 @@ class Run:
             self.display.console.log(text)
         self.checkpointer.settle()
         unsaved = self.step > (self.checkpointer.saved or 0)
-        if isinstance(error, Exception) and unsaved and not self._updating:
+        lost = isinstance(error, RankLost)  # the weights are gone with the ranks
+        if isinstance(error, Exception) and unsaved and not (self._updating or lost):
             try:
                 self.save(last=True)  # the error came before any update, so weights are those of the last step
             except Exception as another:
@@ -159,8 +160,13 @@ class Run:
                     log.info(f"step {self.step} could not be saved: {another}")
         saved = self.folder.checkpoints / f"step-{self.checkpointer.saved}"
         # It is missing if the run started from another run's checkpoint and has saved nothing yet.
-        if isinstance(error, Exception) and not isinstance(error, Interrupted) and saved.is_dir():
+        if isinstance(error, Exception) and not isinstance(error, Interrupted) and (lost or saved.is_dir()):
             text = f"step {self.checkpointer.saved} is saved in {saved}; fix this, then continue with run.resume=auto"
+            if lost:  # repeat which rank it was after the stacks of the others
+                state = f"{text.partition(';')[0]}, and run.resume=auto continues"
+                state = state if saved.is_dir() else "nothing is saved, and run.resume=auto starts again"
+                itself = "" if self.config.run.restarts else "; run.restarts=3 does so by itself"
+                text = f"{str(error).partition(chr(10))[0]}; {state}{itself}"
             if isinstance(error, SaccadeError):
                 error.args = (f"{error}\n{text}",)
             else:

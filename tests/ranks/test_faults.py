@@ -43,7 +43,12 @@ def nothing(sample):
 """
 # What is killed, and what is said of it.
 KILLED = {
-    ("rank-1",): (f"rank 1 on {host_name()}", f"rank 0 on {host_name()} was at", "run.restarts: 0 left"),
+    ("rank-1",): (
+        f"rank 1 on {host_name()}",
+        f"rank 0 on {host_name()} was at",
+        "step-1, and run.resume=auto continues\n",
+        "run.restarts: 0 left",
+    ),
     ("engine-0", "reward worker"): ("engine-0 died and starts again",),
     ("controller",): (),
 }

@@ -12,12 +12,14 @@ import psutil
 import pytest
 from transformers import modeling_utils
 
-from saccade.errors import EnvironmentProblem, Interrupted
+from saccade.errors import EnvironmentProblem, Interrupted, RankLost
 from saccade.plugins.reward_models import reward_training
 from saccade.recipes import rl, sft
 from saccade.run.checkpoint import complete_steps
 from saccade.run.loggers import read_metrics
+from saccade.run.training_run import Run
 from saccade.system import devices
+from saccade.trainer.local import LocalBackend
 
 THREAD = "checkpoint"
 
@@ -214,6 +216,31 @@ def test_one_is_written_at_a_time(tmp_path, sft_config, before_writing):
     phases = [n for n in rows[2] if n.startswith("time/") and n.count("/") == 1]
     parts = [rows[2][n] for n in phases if n not in ("time/step", "time/bottleneck")]
     assert sum(parts) == pytest.approx(rows[2]["time/step"])
+
+
+@pytest.mark.parametrize(("options", "end"), [
+    ({"save.every": 0}, "nothing is saved, and run.resume=auto starts again; run.restarts=3 does so by itself"),
+    ({"save.every": 2}, "step-2, and run.resume=auto continues; run.restarts=3 does so by itself"),
+])  # fmt: skip
+def test_a_run_that_lost_a_rank_saves_no_more_and_ends_with_what_to_do(
+    tmp_path, sft_config, monkeypatch, capsys, options, end
+):
+    """After the stacks of all other ranks."""
+    train_step, calls = LocalBackend.train_step, []
+
+    def losing(self, *arguments, **more):
+        calls.append(1)
+        if len(calls) == 3:
+            raise RankLost("rank 1 on a died: killed\n-- rank 0 on a was at:\n  File")
+        return train_step(self, *arguments, **more)
+
+    monkeypatch.setattr(LocalBackend, "train_step", losing)
+    monkeypatch.setattr(Run, "phase", lambda run, name: run.display.phase(name))  # before the update: during rollouts
+    with pytest.raises(RankLost) as caught:
+        sft.run(sft_config(tmp_path) | SFT | options)
+    first, *stacks, last = str(caught.value).splitlines()
+    assert last.startswith(f"{first}; ") and last.endswith(end) and len(stacks) == 2
+    assert steps_of(tmp_path / "run") == [2] * (options["save.every"] == 2)
 
 
 def test_without_room_for_a_copy_training_waits_and_says_so_once(

@@ -169,7 +169,7 @@ class Team(Replicas):
     def _alive(self) -> list[Any]:
         """The ranks in their order."""
         if self._end is not None:
-            raise RankLost(f"the processes of this run have ended: {self._end}")
+            raise RankLost(f"the processes of this run have ended: {str(self._end).partition(chr(10))[0]}")
         return sorted(self._working, key=self._places.__getitem__)
 
     def _wait(self, call: str, asked: Mapping[Future[Block], Rank], watch: Watch, limit: float) -> None:
