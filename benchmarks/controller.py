@@ -114,7 +114,7 @@ class StandIn(threading.Thread):
         if row["call"] == "capabilities":
             return {}
         if row["call"] == "train_step":
-            return {"sums": UPDATE, "maxima": {}, "skipped": False}
+            return {"sums": UPDATE, "maxima": {}, "skipped": False, "tokens": 1}
         if row["call"] != "logprobs":
             return 0.0
         reads = [arrays[f"{batch['forest']}/lengths"].sum() for batch in row["arguments"]["batches"]]

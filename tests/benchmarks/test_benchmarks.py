@@ -149,11 +149,20 @@ def test_a_killed_worker_of_the_reward_service_loses_and_doubles_nothing(monkeyp
     assert results["workers_replaced"] == 2 and results["errors"] == 0
 
 
-def test_the_controller_serves_ranks_that_compute_nothing(tmp_path):
-    from controller import WORK, measure, table
+def test_the_controller_serves_ranks_that_compute_nothing(tmp_path, monkeypatch):
+    """And builds no tree of a forest while they wait."""
+    from controller import WORK, RankTrainer, measure, table
 
+    train_step, built = RankTrainer.train_step, []
+
+    def watched(self, batches, *arguments, **options):
+        found = train_step(self, batches, *arguments, **options)
+        built.extend("trees" in vars(batch.forest) for batch in batches)
+        return found
+
+    monkeypatch.setattr(RankTrainer, "train_step", watched)
     found = measure(2, WORK | {"prompts": 2, "samples": 2, "new": 8}, tmp_path)
-    assert len(found) == 9 and all(seconds > -0.01 for seconds in found.values())
+    assert len(found) == 9 and all(seconds > -0.01 for seconds in found.values()) and built and not any(built)
     lines = table({2: {"pack": 0.1, "metrics": 0.01}}, step=5.5).splitlines()
     assert lines[-2:] == ["| all | 110 |", "| of a step of 5.5 s | 2.0% |"]
 

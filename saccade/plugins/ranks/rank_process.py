@@ -192,7 +192,9 @@ class RankWorker(Worker):
         bound_scale(self.parts[part], decoded)
         if (peak := gpu_peak_gb()) is not None:  # since the last update; the maximum over ranks
             update.metrics.add_max("mem/gpu_peak_gb", peak)
-        return {"sums": update.metrics.sums, "maxima": update.metrics.maxima, "skipped": update.skipped}
+        tokens = sum(batch.tokens for batch in batches)
+        found = {"sums": update.metrics.sums, "maxima": update.metrics.maxima, "skipped": update.skipped}
+        return found | {"tokens": tokens}
 
     def measure(self, part: str, batches: Sequence[Batch], loss: Mapping[str, Any]) -> Any:
         found = self.parts[part].measure(_pieces(batches), self._loss(loss))

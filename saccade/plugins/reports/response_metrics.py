@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from statistics import fmean
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 
 from saccade.types import Trajectory
 
@@ -33,5 +32,6 @@ def repeated(ids: np.ndarray) -> float:
     """Share of the runs of tokens that were there before."""
     if len(ids) < RUN:
         return 0.0
-    runs = sliding_window_view(ids, RUN) @ MIX
-    return (len(runs) - len(np.unique(runs))) / len(runs)
+    runs = sum(mix * ids[at : at + len(ids) - RUN + 1] for at, mix in enumerate(MIX))
+    runs.sort()  # np.unique is slow on short arrays
+    return int(np.count_nonzero(runs[1:] == runs[:-1])) / len(runs)
