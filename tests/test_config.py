@@ -172,6 +172,10 @@ def test_an_unknown_key_is_refused_with_the_nearest(override: str, nearest: str)
     ("train.prompts_per_step=many", ["train.prompts_per_step", "whole number", "'many'"]),
     ("rollout.ahead=true", ["rollout.ahead: expects a whole number, got 'true'"]),
     ("train.schedule=cosinus", ["train.schedule", "'cosine'", "'cosinus'"]),
+    ("train.layout=fsdp2", ["train.layout: write 'sharded', got 'fsdp2' (On several GPUs"]),
+    ("train.layout=ZeRO1", ["train.layout: write 'whole', got 'ZeRO1'"]),
+    ("run.launcher=slurm", ["run.launcher: write 'join', got 'slurm' (", "`saccade rank`, under Slurm"]),
+    *((f"{key}=2", [f"'{key}'; run.gpus counts the GPUs of all machines"]) for key in ("run.nodes", "trainer.nnodes")),
     ("train.lr", ["write section.key=value"]),
     ("beta=0.1", ["several sections", "dpo.beta", "algorithm.kl.coef"]),
     ("data.train=[7]", ["data.train", "DataSource", "7"]),
@@ -209,6 +213,9 @@ def test_names_from_elsewhere_lead_to_options_of_ours() -> None:
     known = {name for name, _ in options()}
     elsewhere = other_names()[0]
     assert {n for n in elsewhere.values() if ".args." not in n} <= known | {"algorithm.hot_first_token"}
+    for theirs, ours in other_names()[2].items():
+        key = theirs.partition("=")[0]
+        assert load(None, [f"{key}={ours}"]) and "write " in refusal(None, theirs), theirs
     leaves = [name.rsplit(".", 1)[-1] for name in known if name.count(".") == 1]
     # Names of ours that mean something else there are asked about.
     assert {name for name in elsewhere if leaves.count(name) == 1} == {"beta"}

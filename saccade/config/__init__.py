@@ -284,6 +284,8 @@ def explain(error: Mapping[str, Any]) -> str:
         return f"{key}: a section, got {given!r}; set one of its options: {', '.join(inside)}"
     hint = f" ({field.description})" if field is not None else ""
     wanted = WANTED.get(error["type"], "").format(**error.get("ctx", {})) or error["msg"].removeprefix("Value error, ")
+    if (ours := other_names()[2].get(f"{key}={given}".lower())) is not None:
+        wanted = f"write {ours!r}"
     return f"{key}: {wanted}, got {given!r}{hint}"
 
 

@@ -68,11 +68,17 @@ def write(tree: Any, *, flow: bool = False) -> str:
 
 
 @cache
-def other_names() -> tuple[dict[str, str], dict[str, str]]:
+def other_names() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """Returns (name in another system or older version → our option, part of a key without a counterpart here → what
-    to write instead).
+    to write instead, OPTION=VALUE of another system → our value).
     """
     tables = parse(Path(__file__).with_name("other_names.yaml").read_text(encoding="utf-8"))
     elsewhere = {name: option for option, names in tables["names"].items() for name in names.split()}
     nowhere = dict.fromkeys(tables["nowhere"].split(), "nothing here corresponds to it, remove it")
-    return elsewhere, nowhere | tables["instead"]
+    values = {
+        f"{option}={value}": ours
+        for option, table in tables["values"].items()
+        for ours, names in table.items()
+        for value in names.split()
+    }
+    return elsewhere, nowhere | tables["instead"], values
