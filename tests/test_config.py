@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from saccade.checks import chosen
@@ -188,6 +189,16 @@ def test_a_bad_value_is_refused_with_field_and_reason(override: str, words: list
     message = refusal(None, override)
     assert all(word in message for word in words), message
     assert len(refusal(None, "train.lr=-1", "rollout.max_tokens=0", "val.evry=1").splitlines()) == 3  # all at once
+
+
+def test_all_gpus_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, device, gpus in ((8, "auto", 8), (8, "cpu", 1), (0, "auto", 1)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda there=there: there)
+        config = load({"run.gpus": "all", "run.device": device})
+        assert (config.run.gpus, load(None, ["gpus=all", f"run.device={device}"]).run.gpus) == (gpus, gpus)
+        assert f"gpus: {gpus}" in to_yaml(config, full=False)
+    assert "run.gpus: expects a whole number, got 'all' (" in refusal(None, "run.gpus=all", "run.launcher=ray")
 
 
 @pytest.mark.parametrize("name", ["../escape", "", "..", "a\\b"])

@@ -1,10 +1,11 @@
 """Options of the run itself: model, checkpoints, logging."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from saccade.config.schema.section import TRAINING, Section, When, is_name, mapping, option, section
+from saccade.registry import HOOKS
 
 
 class StopConfig(Section):
@@ -30,7 +31,12 @@ class RunConfig(Section):
     )
     stop: StopConfig = mapping(StopConfig, "What ends a run before its steps are over.", commands=TRAINING)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where the model lives; auto: a GPU if there is one.")
-    gpus: int = option(1, "GPUs that share the run, a process for each; on a CPU: processes.", ge=1, commands=TRAINING)
+    gpus: int = option(
+        1,
+        "GPUs that share the run, a process for each; all: those of this machine; on a CPU: processes.",
+        ge=1,
+        commands=TRAINING,
+    )
     launcher: Literal["local", "ray", "join"] = option(
         "local",
         "Who starts a process for each GPU: this machine; a Ray cluster; `saccade rank`, under Slurm or torchrun.",
@@ -57,6 +63,14 @@ class RunConfig(Section):
     trace: bool = option(
         False, "Write a profiler trace of the third step (or the last, if there are fewer).", commands=TRAINING
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all_gpus(cls, values: Any) -> Any:
+        """Count the GPUs once, when the config is read; a launcher of several machines needs a number."""
+        if isinstance(values, dict) and values.get("gpus") == "all" and values.get("launcher", "local") == "local":
+            return values | {"gpus": HOOKS["gpus_here"](values.get("device", "auto"))}
+        return values
 
     @field_validator("name")
     @classmethod

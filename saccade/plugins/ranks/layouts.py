@@ -16,6 +16,7 @@ from saccade.config import Config
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.models.files import header_of, shards
+from saccade.system import devices
 
 
 class Layout(NamedTuple):
@@ -114,6 +115,11 @@ def candidates(wanted: str, *, gpus: int, cuda: bool) -> tuple[tuple[str, ...], 
     if not cuda:
         return ("whole",), "this machine has no GPU"
     return ("whole", *["hybrid"] * (gpus > NODE and gpus % NODE == 0), "sharded"), ""
+
+
+def gpus_here(device: str) -> int:
+    """Returns the number that `run.gpus=all` stands for: 1 on a CPU."""
+    return max(1, devices.count(device))
 
 
 def more_gpus(gpus: int, layout: str) -> list[str]:
