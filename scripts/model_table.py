@@ -48,8 +48,12 @@ agrees but for its *blocks*, tokens of a picture that see each other both ways, 
 is refused for. SGLang has run with none of these models: there are tests of its protocol alone
 ([engines](engines.md#sglang)).
 
-A picture over `data.max_pixels` is scaled down before the model's processor sees it; what the processor makes of it
-then (tiles, crops, its own limits) is its own business.
+A picture over `data.max_pixels` is scaled down before the model's processor sees it, or, where that saves no tokens,
+the budget becomes options of the processor ([data](data.md#images)). The image processor config in its folder is the
+limit of both: `max_patches` (Llama 4, Ovis2, Cohere2, Aya), `size.longest_edge` (SmolVLM, Idefics3), `max_slice_nums`
+(MiniCPM-V), `max_num_tiles` (Perception), `image_grid_pinpoints` (LLaVA-NeXT, LLaVA-OneVision), `max_soft_tokens`
+(Gemma 4). The last must be below `sliding_window` in a gemma4_unified, whose pictures see past it: the proof refuses it
+otherwise.
 
 It trains like the others: all weights, frozen towers, adapters on the linear layers of its decoder, also over 4-bit
 weights, with a critic, as a reward model, on several GPUs, whole or sharded; `saccade estimate` counts memory and

@@ -39,7 +39,7 @@ def engine_of(family, most=1_003_520, **args):
 
 def agree(family, *pictures, **options):
     """A prompt with these and one with a picture that is larger than its budget."""
-    large = replace(noise(300, 200, 2), max_pixels=12_000)
+    large = replace(noise(300, 200, 2), max_pixels=6_000)
     shown = (pictures, (large,)) if pictures else ((), ())
     messages = [Message(role="user", parts=("See\n", *media, "what?")) for media in shown]
     samples = [Sample(id=str(n), messages=(message,)) for n, message in enumerate(messages)]

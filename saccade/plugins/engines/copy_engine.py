@@ -16,10 +16,11 @@ from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
 from saccade.media.images import open_media
 from saccade.models.families import Family
 from saccade.plugins.engines.weights import HandOver, folder_files, folder_shapes, stored_form
-from saccade.plugins.families.squares import ALLOWED
+from saccade.plugins.families.pixel_options import call_options
 from saccade.types import Completion, Message, Request, Sampling
 
 TAKEN = ("image", "video")  # kinds of media that these engines accept
+NO_LIMIT = 1 << 30  # pixels
 SIZES = ((60, 50), (140, 70))  # (height, width) of the pictures in a test prompt when an engine starts
 
 
@@ -168,17 +169,19 @@ def shown_by(request: Request, family: Family) -> dict[str, Any]:
     """
     if family.spec.whole:
         return {"do_resize": False} if any(span.media.kind == "video" for span in request.media) else {}
-    budgets = {(span.media.min_pixels, span.media.max_pixels) for span in request.media}
-    found = [{name: v for name, v in family.budget(*one).items() if name != ALLOWED} for one in sorted(budgets)]
+    budgets = {(s.media.min_pixels, s.media.max_pixels) for s in request.media if s.media.kind == "image"}
+    found = [call_options(family.budget(*one)) for one in sorted(budgets)]
     if any(one != found[0] for one in found):
         why = f"its images have different pixel budgets, and this engine cuts all of them with {found[0]}"
-        raise ConfigError(f"request {request.key}: {why}; use rollout.engine=embedded")
+        fix = "give env.min_pixels and env.max_pixels the values of data, or use rollout.engine=embedded"
+        raise ConfigError(f"request {request.key}: {why}; {fix}")
     return found[0] if found else {}
 
 
 def two_pictures(family: Family, longest: int, most: int) -> Request | None:
     """A short prompt with up to `most` pictures of different sizes; None if it is too long or the family takes none."""
-    pictures = [open_media(np.full((height, width, 3), 127, np.uint8)) for width, height in SIZES[:most]]
+    shown = (np.full((height, width, 3), 127, np.uint8) for width, height in SIZES[:most])
+    pictures = [open_media(pixels, max_pixels=NO_LIMIT) for pixels in shown]  # as the folder alone says
     if family.spec.image_token is None or not pictures:
         return None
     parts = [part for picture in pictures for part in ("See ", picture)]

@@ -195,6 +195,7 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
         embed=embed,
         vision=lambda spans, device, dtype: cast(reader.arguments(spans), device, dtype),
         unit=reader.unit,
+        budget=reader.budget or family.budget,
         blocks=blocks,
         reader=reader,
     )

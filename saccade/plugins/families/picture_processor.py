@@ -29,6 +29,7 @@ from saccade.media.images import ImageError
 from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import DECODED, ImageCache
 from saccade.models.families.qwen_vl import CACHE_BYTES, resized
+from saccade.plugins.families.pixel_options import Options, call_options, options_of
 from saccade.plugins.media.videos import metadata
 from saccade.types import Media, MediaSpan
 
@@ -55,11 +56,13 @@ class Shown(NamedTuple):
     kind: str
     value: Any
     told: Mapping[str, Any] = MappingProxyType({})  # when the frames of a video are seen
+    options: Options = MappingProxyType({})  # of the image processor, from the picture's pixel budget
 
 
 # Texts around a medium, to compare what a processor writes between them.
 AROUND = (("", ""), ("a", "b"), ("a ", " b"), ("\n", "\n"))
 SIZES_KEPT = 16_384
+SHAPES, ENLARGED = ((56, 42), (56, 28)), 20  # of pictures below any tile, and by how much more a large one has of it
 BESIDE = "beside an image"  # behind a kind of media: in one row
 ALWAYS = ("input_ids", "attention_mask")  # what processors say of tokens; what else they say is said to the model, too
 SMALL = 1 << 16  # bytes of an array that is kept of every size
@@ -128,11 +131,19 @@ class PictureReader:
         self.pixels_read: set[str] = set()  # kinds of which they are, also where a size alone is asked for
         self.one_by_one = False  # prompts are no batch whatever their shapes
         self.options: Mapping[str, bool] = {}  # of every call
+        self.scales = True  # pictures are scaled down to their pixel budget before the processor sees them
+        self.budget: Callable[[int, int], Options] | None = None  # options of the processor that keep to it instead
+        self._budgets: dict[str, tuple[int, ...]] = {}
         self.blank_row = lru_cache(SIZES_KEPT)(self._blank_row)
         self.kept = ImageCache(CACHE_BYTES, make=self._row)
 
     def call(self, text: str, shown: Sequence[Shown], **options: Any) -> Mapping[str, Any]:
         given, options = {SENSES[one.kind].argument: list[Any]() for one in shown}, {**self.options, **options}
+        cut = [one.options for one in shown if one.kind == "image"]
+        if any(each != cut[0] for each in cut):
+            why = f"its processor shows all pictures of a call alike, and here they have {cut[0]} and others"
+            raise ConfigError(f"{self.path}: {why}; give them one pixel budget")
+        options |= {"images_kwargs": dict(cut[0])} if cut and cut[0] else {}
         for one in shown:
             given[SENSES[one.kind].argument].append(one.value)
         if told := [dict(one.told) for one in shown if one.kind == "video"]:  # frames are chosen already
@@ -160,6 +171,21 @@ class PictureReader:
                 if kind == "image":
                     raise
                 self.refuse(kind, f"its processor fails at one ({type(error).__name__}: {error})")
+        self._find_budget()
+
+    def _find_budget(self) -> None:
+        """Pictures are scaled down where that makes fewer tokens, but for processors that cut a small one, too."""
+
+        def tokens(width: int, height: int, *budget: int) -> int:
+            return len(self.blank_row(width, height, "image", *budget).ids)
+
+        usual = [tokens(*size) for size in SHAPES]
+        larger = [tokens(width * ENLARGED, height * ENLARGED) for width, height in SHAPES]
+        self.budget = options_of(self.processor.image_processor)
+        cut = self.budget and any(tokens(*size, 1, 1) < count for size, count in zip(SHAPES, usual, strict=True))
+        self.scales = not cut and any(small < large for small, large in zip(usual, larger, strict=True))
+        if self.scales:
+            self.budget = None
 
     def refuse(self, kind: str, why: str) -> None:
         """A kind of media, or one beside pictures."""
@@ -252,8 +278,8 @@ class PictureReader:
     # -- media --
 
     def size(self, media: Media) -> tuple[Any, ...]:
-        """What `blank_row` takes: width and height that the processor is given, within the pixel budget, and more of
-        a video or a sound.
+        """What `blank_row` takes: width and height that the processor is given, and the pixel budget where it keeps to
+        that itself, or more of a video or a sound.
         """
         if media.kind not in self.frames:
             taken = " and ".join(("text", *self.frames))
@@ -262,12 +288,16 @@ class PictureReader:
             raise ImageError(f"this model takes {taken}, but a row holds {what}{why}")
         if media.kind == "audio":
             return media.width, 1, "audio"
+        if media.kind == "image" and not self.scales:
+            return media.width, media.height, "image", *self._same(media.min_pixels, media.max_pixels)
         scale = min(1.0, math.sqrt(media.max_pixels / (media.width * media.height)))
         size = max(1, int(media.width * scale)), max(1, int(media.height * scale))
         return (*size, "video", media.frames, media.fps, media.rate) if media.kind == "video" else size
 
     def picture(self, media: Media) -> np.ndarray:
         """[height, width, 3] bytes; of a video one for each frame, of a sound its samples."""
+        if media.kind == "image" and not self.scales:
+            return DECODED.get(media)
         resize = partial(resized, size=self.size(media)[:2])
         if media.kind == "video":
             return KINDS["video"].decode(media, resize)
@@ -278,31 +308,43 @@ class PictureReader:
         if media.kind == "video":
             told = metadata(media.frames, media.fps, media.rate)
             return Shown("video", torch.from_numpy(found).permute(0, 3, 1, 2), told)
-        return Shown(media.kind, found if media.kind == "audio" else Image.fromarray(found))
+        if media.kind == "audio":
+            return Shown("audio", found)
+        return Shown("image", Image.fromarray(found), options=self._within(media.min_pixels, media.max_pixels))
 
-    def _blank(self, width: int, height: int, kind: str = "image", *film: Any) -> Shown:
-        """`film`: frames of a video and how many of them are seen in a second, as `metadata` takes them."""
+    def _within(self, *budget: int) -> Options:
+        return call_options(self.budget(*budget)) if self.budget and budget else {}
+
+    def _same(self, *budget: int) -> tuple[int, ...]:
+        """The first budget that had these options: what is known of a size is kept once for all of them."""
+        return self._budgets.setdefault(repr(self._within(*budget)), budget)
+
+    def _blank(self, width: int, height: int, kind: str = "image", *more: Any) -> Shown:
+        """`more`: of a picture its pixel budget, of a video its frames and how many of them are seen in a second, as
+        `metadata` takes them.
+        """
         if kind == "audio":
             return Shown(kind, np.zeros(width, np.float32))
         if kind == "image":
-            return Shown(kind, Image.new("RGB", (width, height)))
-        return Shown(kind, torch.zeros((len(film[0]), 3, height, width), dtype=torch.uint8), metadata(*film))
+            return Shown(kind, Image.new("RGB", (width, height)), options=self._within(*more))
+        return Shown(kind, torch.zeros((len(more[0]), 3, height, width), dtype=torch.uint8), metadata(*more))
 
-    def _blank_row(self, width: int, height: int, kind: str = "image", *film: Any) -> PictureRow:
+    def _blank_row(self, width: int, height: int, kind: str = "image", *more: Any) -> PictureRow:
         """What is known of every medium of a size, from one without pixels, or a black one where they are read: to
         resize and cut them takes ten times as long.
         """
         frame, tokenizer, whole = self.frames[kind][0], self.processor.tokenizer, None
         asked = self.markers[kind].join(frame)
         if kind != "audio" and kind not in self.pixels_read:
-            frames = (len(film[0]),) if film else ()
+            frames = (len(more[0]),) if kind == "video" else ()
             nothing = torch.empty((*frames, 3, height, width), dtype=torch.uint8, device="meta")
+            one = Shown(kind, nothing, metadata(*more)) if frames else Shown(kind, nothing, {}, self._within(*more))
             try:
-                whole = self.call(asked, [Shown(kind, nothing, metadata(*film) if film else {})])
+                whole = self.call(asked, [one])
             except Exception:  # whatever it does with them; what else is wrong is wrong with a black one, too
                 self.pixels_read.add(kind)
         if whole is None:
-            whole = self.call(asked, [self._blank(width, height, kind, *film)])
+            whole = self.call(asked, [self._blank(width, height, kind, *more)])
         kept = {n: v for n, v in whole.items() if n == "input_ids" or (v.nbytes < SMALL and not v.is_meta)}
         row = self._as_row(kept)
         text = self._written(self.listening.heard.text, frame)

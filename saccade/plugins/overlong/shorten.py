@@ -20,7 +20,7 @@ def shrink(sample: Sample, length: Length, limit: int) -> Sample | None:
     media = [one for one in sample.every_media if one.kind in ("image", "video")]
     if not media:
         return None
-    budget = max(min(one.max_pixels, one.width * one.height) for one in media)
+    budget = max(one.max_pixels for one in media)  # also above its own pixels, where a model enlarges a picture
     floor = min(one.min_pixels for one in media)
     while budget > floor:
         budget = max(floor, int(budget * SHRINK_STEP))

@@ -22,9 +22,17 @@ from PIL import Image
 from saccade.engines import Settings, generate
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.plugins.engines.copy_engine import CopyEngine, collapsed, require_same_prompt, two_pictures
+from saccade.plugins.engines.copy_engine import (
+    NO_LIMIT,
+    CopyEngine,
+    collapsed,
+    require_same_prompt,
+    shown_by,
+    two_pictures,
+)
 from saccade.plugins.engines.sglang.sglang_transport import InProcess, OverHttp
 from saccade.plugins.engines.weights import HandOver
+from saccade.plugins.families.pixel_options import call_options
 from saccade.types import Completion, Media, Request
 
 PICTURES = 1024  # encoded images in memory
@@ -99,6 +107,10 @@ def body_of(request: Request, family: Family, encode: Callable[[Media], str], ve
     if others:
         why = f"the prompt has {' and '.join(sorted(others))}, but sglang is sent images only"
         raise ConfigError(f"request {request.key}: {why}; use rollout.engine=embedded")
+    cut, usual = shown_by(request, family), call_options(family.budget(1, NO_LIMIT))
+    if request.media and not family.spec.whole and cut != usual:
+        why = f"its images are shown with {cut}, but sglang shows all as the folder's image processor says"
+        raise ConfigError(f"request {request.key}: {why}; write that into it, or use rollout.engine=embedded")
     if sampling.first is not None:
         fix = "use algorithm.hot_first_token.temperature=0, or rollout.engine=embedded"
         raise ConfigError(f"rollout.engine=sglang draws every token alike; {fix}")
