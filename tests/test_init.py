@@ -57,13 +57,26 @@ def test_init_writes_a_config_that_loads(tmp_path, described, counting):
     assert load(tmp_path / "tiny.yaml").model.path == "tiny:qwen2_5_vl"
 
 
-def test_init_knows_what_a_family_makes_of_pixels(tmp_path, counting):
+@pytest.mark.parametrize(
+    ("model", "pixels", "tokens"),
+    [
+        ("tiny:internvl", 4 * 448**2, 4),
+        ("tiny:smolvlm", 4 * 448**2, 31),
+        ("tiny:qwen2_5_vl", 401_408, 4),
+        ("tiny:gemma3", None, 0),
+        ("tiny:llava", None, 0),
+    ],
+)
+def test_init_measures_what_a_pixel_budget_costs(tmp_path, counting, model, pixels, tokens):
+    """With the image of a row; where no budget changes that, none is written."""
     out = tmp_path / "run.yaml"
-    result = run("init", "tiny:internvl", str(counting), "--out", str(out))
+    result = run("init", model, str(counting), "--out", str(out))
     assert result.exit_code == 0, result.stderr
-    assert load(out).data.max_pixels == 4 * 448**2 and "# four tiles and" in out.read_text()
-    result = run("init", "tiny:llava", str(counting), "--out", str(tmp_path / "other.yaml"))
-    assert result.exit_code == 0 and "max_pixels" not in (tmp_path / "other.yaml").read_text()
+    if pixels is None:
+        assert "max_pixels" not in out.read_text()
+        return
+    said = f"# an image of 56x56, as in the rows, is {tokens} tokens; more shows finer detail"
+    assert load(out).data.max_pixels == pixels and said in out.read_text()
 
 
 @pytest.mark.parametrize(("golds", "reward"), [

@@ -1,6 +1,6 @@
 """A first run.yaml for a model folder and a data file, every line with its reason.
 
-Looks at the model's config.json and at the first rows; opens no weights and no images.
+Looks at the model's config and processor, at the first rows and the size of an image; opens no weights.
 
     write_config(Path("models/Qwen2.5-VL-3B-Instruct"), Path("train.jsonl"), Path("run.yaml"))
 """
@@ -10,19 +10,22 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from saccade.config import Config, DataConfig, DataSource, load
 from saccade.config.schema.presets import unknown
 from saccade.data.chats import RowError
+from saccade.data.datasets import load as load_rows
 from saccade.data.formats import Format, detect, read_row
 from saccade.data.sources import open_source
 from saccade.errors import ConfigError, DataError, SaccadeError
 from saccade.models.files import described
 from saccade.plugins.check_data.unused_media import unread_media
-from saccade.plugins.families.tiny_kinds import ALL
+from saccade.plugins.families.tiny_kinds import ALL, build
 from saccade.plugins.init.run_page import Guess, Page, run_page
 from saccade.plugins.sokoban import sokoban
 from saccade.system import devices
@@ -34,6 +37,8 @@ LOOKED_AT = 200
 MOST_SOURCES = 10  # that a column may tell apart
 DEFAULT = "default"  # in reward.by_source: all sources that it does not name
 UNOPENED = Media(hash="", width=1, height=1, path="")
+OPENED = 8  # rows whose images are opened to read their sizes
+USUAL_IMAGE = Media(hash="", width=1024, height=768, path="")
 
 NUMBER = r"\s*-?\d+(?:\.\d+)?\s*"
 # A letter alone is a variable, and letters behind a backslash are a command of LaTeX.
@@ -50,9 +55,8 @@ KINDS = (
     ("relaxed", "", r"[^\\=^{}<>*/|_]+", "numbers within 5 % (a chart's), words by their spelling"),
     ("math", "{gold_unparseable: string}", r"(?s).*", "numbers by value, words by their spelling"),
 )
-# What families do with a budget of pixels that is not what most do: nothing, or tiles.
-PIXELS = {"internvl": ((802_816, "four tiles and the whole image at most: 1,280 tokens"),), "llava": ()}
-USUAL_PIXELS = ((401_408, "about 512 tokens an image; more shows finer detail"),)
+USUAL_PIXELS, TILED_PIXELS = 401_408, 802_816  # of an image; of one that is cut into tiles
+LARGE, LEAST, MOST = (2048, 1536), 3136, 1 << 24  # an image, and budgets, to see whether they change what it costs
 # Rows of these formats are trained on by other commands.
 ELSEWHERE = {
     "pairs": ("preference pairs", ("dpo", "reward-model"), ""),
@@ -86,7 +90,7 @@ def write_config(model: Path, data: Path, out: Path, device: str | None = None) 
         format=format,
         about=shares.get(images, f"{images} of the first {rows} with an image"),
         keys={**keys, "data_source": column} if column else keys,
-        budgets=PIXELS.get(model_type, USUAL_PIXELS) if images else (),
+        budgets=pixel_budgets(str(model), _first_image(data, keys)) if images else (),
         rewards=rewards,
         played=rewards.get("", ("",))[0] == "sokoban" and not images,  # move by move
         gpus=1 if device else devices.count(),
@@ -126,6 +130,36 @@ def fitting(config: Config, gpu: Device, *, more: bool) -> tuple[str, list[str]]
     first, *others = options
     instead = f", instead of which {' or '.join(others)} would do" if others else ""
     return f"A step fits {cards} with {first}{instead}: else {need}", first.split()
+
+
+def pixel_budgets(model: str, image: Media) -> list[tuple[int, str]]:
+    """A pixel budget, and what it does: nothing is returned where no budget changes what an image costs."""
+    from saccade.models.families import load_family  # with transformers
+    from saccade.recipes.model_setup import quiet_libraries
+
+    quiet_libraries()
+    with TemporaryDirectory() as folder:
+        try:
+            family = load_family(build(_type_of(Path(model)), folder) if model.startswith("tiny:") else model)
+            large = replace(image, width=LARGE[0], height=LARGE[1])
+            costs = {family.measure(replace(large, max_pixels=pixels))[1] for pixels in (LEAST, MOST)}
+            whole = getattr(family.reader, "scales", family.spec.whole)
+            pixels = USUAL_PIXELS if whole else TILED_PIXELS
+            _, tokens = family.measure(replace(image, max_pixels=pixels))
+        except SaccadeError:  # what is missing there, other commands say
+            return [(USUAL_PIXELS, "larger images are scaled down; more shows finer detail")]
+    where = "" if image is USUAL_IMAGE else ", as in the rows,"
+    shown = f"an image of {image.width}x{image.height}{where} is {tokens:,} tokens"
+    return [(pixels, f"{shown}; more shows finer detail")] if len(costs) > 1 else []
+
+
+def _first_image(data: Path, keys: Mapping[str, str]) -> Media:
+    """The first of some rows that can be opened, else one of a usual size."""
+    config = DataConfig(keys=dict(keys), on_bad_row="quarantine", max_bad_fraction=1.0)
+    with suppress(SaccadeError, StopIteration):
+        samples = load_rows([DataSource(path=str(data), max_samples=OPENED)], config).samples
+        return next(media for sample in samples for media in sample.media if media.kind == "image")
+    return USUAL_IMAGE
 
 
 def advice(out: Path) -> str:
