@@ -1,4 +1,4 @@
-"""Pixel budgets of models whose processor makes as many tokens of a small picture as of a large one."""
+"""Pixel budgets of models whose processor makes as many tokens of a small picture as of a large one; kept pictures."""
 
 import json
 import shutil
@@ -15,7 +15,9 @@ from saccade.config import load as load_config
 from saccade.errors import ConfigError
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
+from saccade.media.pixel_cache import ImageCache
 from saccade.models.families import load_family
+from saccade.models.load import load_model, media_inputs
 from saccade.plugins.engines.copy_engine import shown_by
 from saccade.plugins.engines.sglang import body_of
 from saccade.plugins.families import proof, tiny_kinds
@@ -144,3 +146,29 @@ def test_pictures_are_scaled_where_that_saves_tokens_and_left_alone_where_nothin
         ("gemma3", {}, (100, 100, 3)),
     ):
         assert told(name, options).picture(small).shape == shape, name
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.7), ("bfloat16", 0.4)])
+def test_what_is_kept_of_a_picture_is_narrow_and_read_as_before(told, dtype, share):
+    """Masks are bytes, and numbers have the precision of all models that read them."""
+    dtype = getattr(torch, dtype)
+    family = told("smolvlm", KINDS["smolvlm"][0])
+    family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
+    model = load_model(family, dtype=dtype, device=CPU)
+    spans = family.render(ask(proof.noise(400, 300, 0), proof.noise(60, 50, 1), "Why?")).media
+
+    def seen():
+        family.reader.kept = ImageCache(1 << 30, make=family.reader._row)
+        kept = sum(family.cache(span.media).get(span.media).nbytes for span in spans)
+        with torch.no_grad():
+            return kept, family.features(model, media_inputs(family, spans, CPU))
+
+    family.reader._narrowed, narrowed = lambda row: row, family.reader._narrowed
+    whole, wanted = seen()
+    family.reader._narrowed = narrowed
+    family.reader.keep_for(dtype)
+    kept, found = seen()
+    assert torch.equal(found, wanted) and kept < share * whole
+    family.reader.keep_for(torch.float32)  # a second model, which reads all of it
+    family.reader.keep_for(torch.bfloat16)
+    assert family.cache(spans[0].media).get(spans[0].media)["pixel_values"].dtype == np.float32

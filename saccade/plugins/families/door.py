@@ -54,12 +54,13 @@ def door(model: Any, **inputs: Any) -> dict[str, Any]:
 
 def picture_features(model: Any, media: Mapping[str, Any]) -> Tensor:
     """[media tokens, E], or a multiple of E: what the first decoder layers add follows. `media`:
-    batches of prompts with a picture each, which places of them stand for pictures, and the places whose
-    rows are wanted, counted through all batches.
+    batches of prompts with a picture each, which places of them stand for pictures, types that its
+    tensors are widened to, and the places whose rows are wanted, counted through all batches.
     """
     found = []
     for batch in media["batches"].values():
-        met = door(model, **cast(batch["inputs"], model.device, model.dtype))
+        inputs = cast(batch["inputs"], model.device, model.dtype)
+        met = door(model, **{name: value.to(batch["whole"].get(name, value.dtype)) for name, value in inputs.items()})
         states = met["inputs_embeds"].flatten(0, 1)
         added: Any = next((met[what] for _, what in DEEPER if met.get(what)), [])
         if isinstance(added, Mapping):

@@ -74,6 +74,7 @@ def prove(model: Any, family: Family) -> None:
     """Refuse a model that does not compute here what it computes in transformers, or videos and sounds that it does
     not see and hear so.
     """
+    family.reader.keep_for(model.dtype)
     file = _verdict_file(model, family)
     proved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
     if any(hasattr(weight, "rows") for weight in model.parameters()) and agreed([not proved], ReduceOp.MAX)[0]:
