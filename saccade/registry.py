@@ -41,7 +41,6 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("engines", "engines.replicas.replica_pool", "replicas=start_replicas"),
     ("environments", "tools.tool_environment", "crop=CROP calculator=CALCULATOR tools=USER_TOOLS"),
     ("environments", "sokoban.sokoban_environment", "sokoban_step=KIND"),
-    ("families", "families.squares", "internvl=INTERNVL llava=LLAVA"),
     ("families", "families.timed_frames", "qwen3_vl=QWEN3_VL qwen3_vl_moe=QWEN3_VL"),
     ("families", "linear.gated_layers", "qwen3_5=VISION qwen3_5_moe=VISION qwen3_5_text=TEXT qwen3_5_moe_text=TEXT"),
     ("families", "linear.gated_layers", "qwen3_next=TEXT"),

@@ -63,26 +63,7 @@ bfloat16), where latents would be 69 KiB; their 576 numbers are more than a head
 [Recipes](recipes.md#models-of-today) start from some of them, and `saccade
 quickstart --kind gemma3` shows one learn.
 
-InternVL and LLaVA have families of their own although the generic one serves them, too, because users feel the
-difference. Own family / generic, with processors of published sizes (tiles of 448 pixels, squares of 336), single
-readings on a shared CPU:
-
-| | InternVL | LLaVA 1.5 |
-|---|---|---|
-| tokens of a picture of 640x480 at the usual `data.max_pixels` | 256 / 3,328 | 576 / 576 |
-| of 1200x800 | 1,280 / 1,792 | 576 / 576 |
-| milliseconds for a size that was not there yet | 0 / 20 to 35 | 0 / 8 to 38 |
-| milliseconds to prepare a picture, 333x222 to 1920x1080 | 7 to 113 / 44 to 143 | 4 to 44 / 22 to 151 |
-| MB of a picture that is kept (of 2 GiB) | 0.6 to 3 / 17 to 31 | 0.3 / 1.4 |
-| needs torchvision | no / yes | no / yes |
-
-InternVL's processor cuts a picture by its shape, however small it is; its own family, by the pixel budget. For other
-models that do so, or enlarge pictures, the image processor config in their folder is the limit: `max_patches` (Llama 4,
-Ovis2, Cohere2, Aya), `size.longest_edge` (SmolVLM, Idefics3), `max_slice_nums` (MiniCPM-V), `max_num_tiles`
-(Perception), `image_grid_pinpoints` (LLaVA-NeXT, LLaVA-OneVision), `max_soft_tokens` (Gemma 4). The last must be below
-`sliding_window` in a gemma4_unified, whose pictures see past it: the proof refuses it otherwise.
-
-`model.family=generic` chooses the generic family for a model that has one of its own, for videos of InternVL, say.
+`model.family=generic` chooses the generic family for a model that has one of its own.
 
 This page is written by `python scripts/model_table.py`, which runs a tiny random model of each kind on a CPU in
 float32, through the generic family also where a type has its own. Weights of published models were not run.

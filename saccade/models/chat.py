@@ -60,7 +60,6 @@ class Chat:
     end_of_turn: int | None = None
     eos_ids: frozenset[int] = frozenset()
     think_prefilled: bool = False  # the generation prompt already opens <think>
-    brackets: tuple[int, int] | None = None  # ids around an image, missing from the template
     begin: tuple[int, ...] = ()  # ids that start a conversation, missing from the template
     lists: bool = False  # the template reads text only from lists of content items
     expand: Expand | None = None  # (rendered text, media) → text with one placeholder per medium
@@ -283,12 +282,6 @@ class Chat:
             raise ConfigError(f"the chat template shows {len(places)} of {len(media)} {kinds}: {hint}")
         if not media:
             return Rendered(ids=ids, sources=sources)
-        if self.brackets is not None:
-            images = places[ids[places] == self.placeholder]
-            around = np.stack([images, images + 1], axis=1).ravel()
-            ids = np.insert(ids, around, np.tile(self.brackets, len(images)))
-            sources = np.insert(sources, around, np.repeat(sources[images], 2))
-            places = np.flatnonzero(~self.is_text(ids))
         measured = [measure(m) for m in media]
         inside = [] if self.ids_of is None else [self.ids_of(m) for m in media]
         if inside:
@@ -312,7 +305,6 @@ def load_chat(
     placeholders: Mapping[str, int],
     template: str | None = None,
     eos_ids: Sequence[int] = (),
-    brackets: tuple[str, str] | None = None,
     begins: bool = False,
     trust_remote_code: bool = False,
 ) -> Chat:
@@ -348,7 +340,6 @@ def load_chat(
         end_of_turn=end_of_turn,
         eos_ids=frozenset(int(i) for i in ends),
         think_prefilled=prompt.rstrip().endswith(THINK),
-        brackets=_ids_of(tokenizer, brackets, path),
         begin=_begin(tokenizer, prompt) if begins else (),
     )
 
@@ -365,13 +356,3 @@ def _begin(tokenizer: Any, prompt: str) -> tuple[int, ...]:
     first = tokenizer.encode("", add_special_tokens=True)[:1]
     unwritten = first == [tokenizer.bos_token_id] and not prompt.startswith(tokenizer.bos_token)
     return tuple(first) if unwritten else ()
-
-
-def _ids_of(tokenizer: Any, tokens: tuple[str, str] | None, path: str) -> tuple[int, int] | None:
-    if tokens is None:
-        return None
-    first, last = (tokenizer.get_vocab().get(token) for token in tokens)
-    if first is None or last is None:
-        hint = "copy or download its tokenizer files again"
-        raise EnvironmentProblem(f"{path}: its tokenizer lacks {' or '.join(tokens)}, around each image; {hint}")
-    return first, last

@@ -212,11 +212,10 @@ def negated(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
     """
     prefixes = family.spec.towers[tower]
     chosen = -1 if family.reader is None else 0  # with a folder's own processor the last layers may be unused
-    unread = tuple(f"{name}." for name, m in model.named_modules() if getattr(m, "unread", False))
     name, weight = [
         (name, p)
         for name, p in model.named_parameters()
-        if name.startswith(prefixes) and family.tower_of(name) == tower and not name.startswith(unread)
+        if name.startswith(prefixes) and family.tower_of(name) == tower
         if p.ndim > 1 and len(p) > 1 and p.is_floating_point() and ".lora_" not in name
     ][chosen]
     weight.data.neg_()

@@ -149,7 +149,7 @@ def test_pictures_are_scaled_where_that_saves_tokens_and_left_alone_where_nothin
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 0.7), ("bfloat16", 0.4)])
-def test_what_is_kept_of_a_picture_is_narrow_and_read_as_before(told, dtype, share):
+def test_what_is_kept_of_a_picture_is_narrow_and_read_as_before(told, dtype, share, monkeypatch):
     """Masks are bytes, and numbers have the precision of all models that read them."""
     dtype = getattr(torch, dtype)
     family = told("smolvlm", KINDS["smolvlm"][0])
@@ -163,9 +163,9 @@ def test_what_is_kept_of_a_picture_is_narrow_and_read_as_before(told, dtype, sha
         with torch.no_grad():
             return kept, family.features(model, media_inputs(family, spans, CPU))
 
-    family.reader._narrowed, narrowed = lambda row: row, family.reader._narrowed
-    whole, wanted = seen()
-    family.reader._narrowed = narrowed
+    with monkeypatch.context() as patch:
+        patch.setattr("saccade.plugins.families.picture_processor.narrowed", lambda row, half: row)
+        whole, wanted = seen()
     family.reader.keep_for(dtype)
     kept, found = seen()
     assert torch.equal(found, wanted) and kept < share * whole

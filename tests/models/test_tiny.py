@@ -10,7 +10,7 @@ from saccade.plugins.families.tiny import CONFIGS, build
 
 
 def test_every_family_has_a_tiny_model(stock):
-    assert set(CONFIGS) == set(FAMILIES)
+    assert set(CONFIGS) == {*FAMILIES, "internvl", "llava"}  # two with files as in published folders
     for name in CONFIGS:
         count = sum(p.numel() for p in stock(name).parameters())
         assert 50_000 < count < 500_000, name

@@ -47,8 +47,7 @@ class FamilySpec:
     placeholders: tuple[str, ...] = ()  # config keys of ids that are never sampled
     media_tokens: Mapping[str, str] = field(default_factory=dict)  # kind of media → config key of
     # its placeholder id
-    brackets: tuple[str, str] | None = None  # tokens around an image that templates do not write
-    whole: bool = True  # an image is one piece with sides that are multiples of the unit; False: square tiles
+    whole: bool = True  # an image is one piece with sides that are multiples of the unit; False: the processor decides
     segments: bool = False  # its towers pass segment boundaries (cu_seqlens) to our attention
     prepare: Callable[[Any], None] = lambda model: None
     # (Family, trust_remote_code) → the Family, completed from further files of its folder
@@ -183,7 +182,6 @@ def load_family(
         placeholders={kind: config[k] for kind, k in spec.media_tokens.items() if k in config},
         # In older folders this file's template supports images, while the tokenizer's is text-only.
         template=chat_template or described(Path(path), "chat_template.json").get("chat_template"),
-        brackets=spec.brackets,
         begins=bool(spec.media_tokens),
         eos_ids=eos if isinstance(eos, list) else [eos],
         trust_remote_code=trust_remote_code,

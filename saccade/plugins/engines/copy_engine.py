@@ -149,14 +149,14 @@ def require_finite(logprobs: np.ndarray) -> None:
 
 def collapsed(request: Request, family: Family) -> list[int]:
     """Prompt ids with one placeholder per medium, as a chat template renders it; the engine expands it again."""
-    ids, around = request.ids.copy(), int(family.chat.brackets is not None)
+    ids = request.ids.copy()
     keep = np.ones(len(ids), dtype=bool)
     for span in request.media:
         if span.media.kind not in TAKEN:
             why = f"the prompt has {span.media.kind}, but this engine takes {' and '.join(TAKEN)} only"
             raise ConfigError(f"request {request.key}: {why}; use rollout.engine=embedded")
         ids[span.start] = family.chat.placeholders[span.media.kind]
-        keep[span.start - around : span.start] = keep[span.start + 1 : span.end + around] = False
+        keep[span.start + 1 : span.end] = False
     if family.reader is not None and request.media:
         return family.reader.collapsed(request.ids, request.media)
     return ids[keep].tolist()

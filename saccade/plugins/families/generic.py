@@ -57,6 +57,7 @@ BOTH_WAYS: Mapping[str, Callable[[Any], str]] = {
     "gemma4": lambda text: "windows" if text.use_bidirectional_attention == "vision" else "",
     "gemma4_unified": lambda text: "all" if text.use_bidirectional_attention == "vision" else "",
 }
+SELECTED = ("llava", "llava_next", "llava_next_video")  # types that read one layer of their tower, and none behind it
 ONE_BY_ONE = ("minicpmv4_6", "minicpmv4_7")  # types that read the tensors of one prompt alone
 ASKED: Mapping[str, Mapping[str, bool]] = {  # what processors make only if they are told to, although it is needed
     "cosmos3_edge": {"return_mm_token_type_ids": True, "return_metadata": True},
@@ -239,8 +240,29 @@ def leave_drawing(model: Any) -> None:
             parameter.requires_grad_(False)
 
 
+def skip_unread_layers(model: Any) -> None:
+    """Layers behind those that the config reads features from are not run, nor is a pooling head. Their weights are
+    kept and saved.
+    """
+    tower: Any = getattr(model.base_model, "vision_tower", None)
+    chosen = getattr(model.config, "vision_feature_layer", -1)
+    layers = list(getattr(getattr(tower, "encoder", None), "layers", ()))
+    if model.config.model_type not in SELECTED or not layers:
+        return
+    # Of the hidden states that are chosen from, the first are no layer's.
+    states = [chosen] if isinstance(chosen, int) else chosen
+    read = max(index if index >= 0 else len(layers) + 1 + index for index in states)
+    for part in (*layers[read:], *([tower.head] if hasattr(tower, "head") else [])):
+        part.forward, part.unread = _as_given, True
+
+
+def _as_given(hidden_states: Any, *arguments: Any, **options: Any) -> Any:
+    return hidden_states
+
+
 def _prepare(model: Any) -> None:
     leave_drawing(model)
+    skip_unread_layers(model)
     seeing = model.base_model
     if "num_frames_per_video" in inspect.signature(getattr(seeing, "get_video_features", _prepare)).parameters:
         seeing.get_video_features = partial(_video_features, seeing)

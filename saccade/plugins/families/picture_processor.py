@@ -29,6 +29,7 @@ from saccade.media.images import ImageError
 from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import DECODED, ImageCache
 from saccade.models.families.qwen_vl import CACHE_BYTES, resized
+from saccade.plugins.families.picture_rows import SMALL, PictureRow, narrowed
 from saccade.plugins.families.pixel_options import Options, call_options, options_of
 from saccade.plugins.media.videos import metadata
 from saccade.types import Media, MediaSpan
@@ -65,31 +66,6 @@ SIZES_KEPT = 16_384
 SHAPES, ENLARGED = ((56, 42), (56, 28)), 20  # of pictures below any tile, and by how much more a large one has of it
 BESIDE = "beside an image"  # behind a kind of media: in one row
 ALWAYS = ("input_ids", "attention_mask")  # what processors say of tokens; what else they say is said to the model, too
-SMALL = 1 << 16  # bytes of an array that is kept of every size
-
-
-class PictureRow(dict[str, np.ndarray]):
-    """What a processor makes of a prompt with one picture, in the place of an array in a cache. `ids` are those
-    from its first to its last placeholder, `inside` their text, and `before` and `after` what is written around it.
-    """
-
-    ids: np.ndarray
-    told: Mapping[str, np.ndarray]  # of these ids, beside what they are: see `kinds`
-    grid: tuple[int, ...]  # patches that the tower sees of it: squares, rows, columns; again for others of another size
-    before = inside = after = ""
-    wide: Mapping[str, torch.dtype] = MappingProxyType({})  # of arrays that are narrower here than the model reads them
-
-    @property
-    def nbytes(self) -> int:
-        return sum(value.nbytes for value in self.values())
-
-    @property
-    def shapes(self) -> Any:
-        return tuple((name, value.shape, value.dtype.str, self.wide.get(name)) for name, value in self.items())
-
-    def setflags(self, *, write: bool) -> None:
-        for value in self.values():
-            value.setflags(write=write)
 
 
 class _Listening:
@@ -396,20 +372,7 @@ class PictureReader:
         if not np.array_equal(row["input_ids"], blank["input_ids"]):
             what = "the processor writes other tokens for it than for a blank one of its size"
             raise DataError(f"{media.path or media.hash[:12]}: {what}; leave it out")
-        return self._narrowed(row)
-
-    def _narrowed(self, row: PictureRow) -> PictureRow:
-        """Masks as bytes, numbers as the bits of bfloat16 if that is what models read: a third of the memory."""
-        wide = dict[str, torch.dtype]()
-        for name, value in row.items():
-            if value.dtype == np.float32 and self.half:
-                wide[name] = torch.bfloat16
-                row[name] = torch.from_numpy(value).bfloat16().view(torch.int16).numpy()
-            elif value.dtype == np.int64 and value.nbytes > SMALL and value.min() >= 0 and value.max() <= 1:
-                wide[name] = torch.int64
-                row[name] = value.astype(bool)
-        row.wide = wide
-        return row
+        return narrowed(row, half=bool(self.half))
 
     def keep_for(self, dtype: torch.dtype) -> None:
         """A model of this precision reads the arrays, beside those before it."""
@@ -456,11 +419,8 @@ class PictureReader:
                 inside = np.flatnonzero(row)
                 places[key] = np.arange(start + inside[0], start + inside[-1] + 1)
             first += stands.size
-            wide, inputs = rows[keys[0]].wide, {name: torch.from_numpy(value) for name, value in made.items()}
-            inputs |= {n: inputs[n].view(dtype) for n, dtype in wide.items() if dtype == torch.bfloat16}
-            whole = {n: dtype for n, dtype in wide.items() if not dtype.is_floating_point}
             places_of_all = torch.from_numpy(np.flatnonzero(stands))
-            batches[str(number)] = {"inputs": inputs, "places": places_of_all, "whole": whole}
+            batches[str(number)] = {**rows[keys[0]].tensors(made), "places": places_of_all}
         return {"batches": batches, "rows": torch.from_numpy(np.concatenate([places[s.media.key] for s in spans]))}
 
     @cached_property

@@ -42,7 +42,7 @@ from saccade.trainer.forward_inputs import inputs_of
 from saccade.types import Group, Media, Message, Rendered, Sample, Source, Trajectory
 
 WATCHED = "saccade_probe"
-GAPS = {torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}  # of the largest number
+GAPS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}  # of the largest number
 FILLER = 16_384  # tokens before a row: as many as a forward may have
 LONGEST_ROW = 8_192  # of a row that is longer than a window
 # Sizes of a picture, up to the usual data.max_pixels: the first that is cut into several squares is looked at.
