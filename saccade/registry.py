@@ -66,7 +66,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "imitation.imitation_sources", "demonstrations=Demonstrations reward_tagged asking_for_the_best"),
     ("hooks", "imitation.imitation_sources", "teacher=teacher_of distillation=DistillationLoss"),
     ("hooks", "judges.judge", "judge=Judge"),
-    ("hooks", "linear.segments", "walk=Walk recurrent_states=RecurrentStates"),
+    ("hooks", "linear.segments", "recurrent_plan=RecurrentPlan recurrent_states=RecurrentStates"),
     ("hooks", "loggers.live_display", "live_display=LiveDisplay"),
     ("hooks", "offload.eight_bits", "eight_bits=EightBits"),
     ("hooks", "offload.host_state", "state_in_main_memory=HostState"),

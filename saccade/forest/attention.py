@@ -41,17 +41,17 @@ AttentionPlan = Callable[[int, Tensor, Tensor, Tensor, float, Window], Tensor]
 
 
 class ForwardPlan:
-    """An attention plan, and `walk`, by which recurrent layers traverse the tokens; created on first use."""
+    """An attention plan, and `recurrent_plan`, by which recurrent layers traverse the tokens; created on first use."""
 
-    def __init__(self, attend: AttentionPlan, make_walk: Callable[[], Any]) -> None:
-        self._attend, self._make_walk = attend, make_walk
+    def __init__(self, attend: AttentionPlan, make_recurrent_plan: Callable[[], Any]) -> None:
+        self._attend, self._make_recurrent_plan = attend, make_recurrent_plan
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
         return self._attend(layer, q, k, v, scale, window)
 
     @functools.cached_property
-    def walk(self) -> Any:
-        return self._make_walk()
+    def recurrent_plan(self) -> Any:
+        return self._make_recurrent_plan()
 
 
 def first_seen(place: Any, window: int) -> Any:
@@ -97,7 +97,7 @@ def forest_plan(
     trees.
     """
     make = _varlen_plan if device.type == "cuda" and dtype in HALF else _dense_plan
-    return ForwardPlan(make(starts, parents, device, blocks), lambda: HOOKS["walk"](starts, parents, device))
+    return ForwardPlan(make(starts, parents, device, blocks), lambda: HOOKS["recurrent_plan"](starts, parents, device))
 
 
 def paths(parents: np.ndarray) -> list[list[int]]:

@@ -24,7 +24,7 @@ from saccade.models.load import hidden_states, load_model
 from saccade.plugins.estimate import shapes
 from saccade.plugins.families import tiny_kinds
 from saccade.plugins.linear.delta_rule import OPTIONS, delta_rule
-from saccade.plugins.linear.gated_layers import walk_layers
+from saccade.plugins.linear.gated_layers import patch_layers
 from saccade.plugins.linear.torch_step import chunk_gradients
 from saccade.plugins.ranks.layouts import require_heads
 from saccade.system.contents import write_files
@@ -150,7 +150,7 @@ def test_a_state_at_another_token_is_no_beginning(made):
     family, model, _ = made
     engine = EmbeddedEngine(model, family)
     generate(engine, asked(family, repeats=1))
-    engine.cache.states.read += 1
+    engine.cache.states.lengths += 1
     with pytest.raises(AssertionError, match="a state stands at another token"):
         request = asked(family, repeats=1)[0]
         turn = engine.scheduler.prefix_cache.turns[request.episode]
@@ -175,7 +175,7 @@ def test_adapters_and_recomputation(made, tmp_path):
         backend = LocalBackend(model, family, TrainConfig(), checkpointing=checkpointing)
         assert [len(kind.layers) for kind in backend.recompute.kinds] == [2, 1]  # each keeps as much as it keeps
         model.train().zero_grad()
-        scores, _ = backend.read(batch, Scoring())
+        scores, _ = backend.score(batch, Scoring())
         scores.sum().backward()
         found.append({name: p.grad.clone() for name, p in lora.adapters(model).items()})
     assert all(torch.equal(found[0][name], found[1][name]) and found[0][name].any() for name in found[0])
@@ -228,7 +228,7 @@ def test_what_is_not_served_is_refused(made):
     layer = model.model.layers[0].linear_attn
     own, layer.activation = layer.activation, "gelu"
     with pytest.raises(EnvironmentProblem, match=r"layers.0.linear_attn .*is not computed as in Qwen3.5"):
-        walk_layers(model)
+        patch_layers(model)
     layer.activation = own
 
 

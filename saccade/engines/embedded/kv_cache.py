@@ -89,14 +89,14 @@ def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
     parameter, training = next(model.parameters()), model.training
     states: list[Any] = []
 
-    def walk() -> Any:
+    def plan() -> Any:
         states.append(HOOKS["recurrent_states"](parameter.device, 1))
-        return states[0].walk(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
+        return states[0].plan(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1, np.int64))
 
     nothing = torch.zeros((family.axes, 1), dtype=torch.int64, device=parameter.device)
     model.eval()
     try:
-        hidden_states(model, family, nothing[0], nothing, (), ForwardPlan(note, walk))
+        hidden_states(model, family, nothing[0], nothing, (), ForwardPlan(note, plan))
     finally:
         model.train(training)
     shapes = [LayerShape(0, 0, 0, 0, layer) for layer in range(max(seen, default=-1) + 1)]  # zeros for recurrent layers
@@ -193,7 +193,7 @@ class KVCache:
 
     @property
     def state_rows(self) -> int:
-        return 0 if self.states is None else len(self.states.read)
+        return 0 if self.states is None else len(self.states.lengths)
 
     def _budget(self) -> int:
         """Bytes that the whole pool may take."""
@@ -250,9 +250,9 @@ class KVCache:
         """Whether there is a row for the states of one more sequence."""
         return self.states is None or turn is not None or bool(self.states.free)
 
-    def read_so_far(self, slot: int) -> int | None:
+    def state_length(self, slot: int) -> int | None:
         """Number of tokens that the recurrent states of a slot have read; None without such states."""
-        return None if self.states is None else int(self.states.read[self.rows[slot]])
+        return None if self.states is None else int(self.states.lengths[self.rows[slot]])
 
     def detach(self, slot: int) -> tuple[np.ndarray, int]:
         """Free a slot. Returns its pages and the row of its states, which stay allocated."""
@@ -264,7 +264,7 @@ class KVCache:
         if self.states is not None:
             heappush(self.states.free, row)
 
-    def begin_alike(self, groups: Sequence[tuple[int, np.ndarray, int, Sequence[int]]]) -> None:
+    def fork_prompts(self, groups: Sequence[tuple[int, np.ndarray, int, Sequence[int]]]) -> None:
         """For each (first, source, tokens, targets): let empty slots `targets` begin with the first
         `tokens` tokens in pages `source`, and with a copy of the states of slot `first`.
         """
@@ -311,7 +311,7 @@ class KVCache:
                 self.values[layer][where] = v
             return inner(layer, q, k, v, scale, window)
 
-        return ForwardPlan(attend, lambda: self.states.walk(self.rows[slots], cached, new))
+        return ForwardPlan(attend, lambda: self.states.plan(self.rows[slots], cached, new))
 
     def _over_pages(
         self, slots: np.ndarray, starts: np.ndarray, lengths: np.ndarray, blocks: Blocks | None

@@ -67,7 +67,7 @@ class Scheduler:
         request = sequence.request
         del self.running[request.key]
         # Recurrent states may have read tokens that were drawn after a stop string.
-        stands = self.cache.read_so_far(sequence.slot) in (None, sequence.cached)
+        stands = self.cache.state_length(sequence.slot) in (None, sequence.cached)
         fresh = sequence.content[0] == self.version  # keys of old weights would give the next turn an old version
         pages, row = self.cache.detach(sequence.slot)
         if request.episode and completion.finish != "aborted" and stands and fresh:
@@ -253,7 +253,7 @@ class Scheduler:
             for sequence in job.members:
                 sequence.ahead, sequence.ready = job.ahead, True
         self._evict_without_page(groups)
-        self.cache.begin_alike([(first, a, n, [s.slot for s in others]) for first, a, n, others in groups])
+        self.cache.fork_prompts([(first, a, n, [s.slot for s in others]) for first, a, n, others in groups])
         for job in done.values():
             if job.prefix is not None:
                 self.cache.pages.drop(job.prefix.pages)
@@ -299,7 +299,7 @@ class Scheduler:
         """
         last, counts = self.outputs.last(ready).tolist(), drawn.sum(0).tolist()
         for sequence, token, count in zip(ready, last, counts, strict=True):
-            self.cache.states.read[self.cache.rows[sequence.slot]] += count
+            self.cache.states.lengths[self.cache.rows[sequence.slot]] += count
             stops = token in self.family.chat.eos_ids and not sequence.request.sampling.ignore_eos
             if count < len(drawn) and sequence.remaining and not stops:
                 self._evict(sequence)

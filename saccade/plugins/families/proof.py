@@ -381,7 +381,7 @@ def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer
         return own(layer, q, k, v, scale, window)
 
     spans = row.prompt.media
-    plan = attention.ForwardPlan(note, lambda: own.walk)
+    plan = attention.ForwardPlan(note, lambda: own.recurrent_plan)
     hidden_states(model, family, given.ids, given.positions, spans, plan, places=given.places)
     place, blocks = torch.arange(len(row.ids)), attention.blocks_at(family.blocks, row.ids, family.chat.placeholders)
     for layer, (mask, unknown, keys) in layers.items():

@@ -4,8 +4,8 @@ A branch of a forest begins with the state and the last tokens of its parent, an
 with its own; gradients flow through state and tokens. The layers' own forward would run across the borders of packed
 rows: it is replaced by the same computation on segments.
 
-    walk_layers(model)
-    model(..., attention_plan=plan)     # plan.walk says which segments there are
+    patch_layers(model)
+    model(..., attention_plan=plan)     # plan.recurrent_plan says which segments there are
 
 Legend: T tokens, C channels of the convolution, K its width, N segments, H heads.
 """
@@ -25,14 +25,14 @@ from saccade.models.families import FAMILIES, refuse_noise
 from saccade.models.families.qwen_vl import patch_embedding_as_matrix
 from saccade.plugins.families.timed_frames import QWEN3_VL
 from saccade.plugins.linear.delta_rule import delta_rule
-from saccade.plugins.linear.segments import Steps, Walk
+from saccade.plugins.linear.segments import RecurrentPlan, Steps
 
 PARTS = ("conv1d", "A_log", "dt_bias", "norm", "out_proj")
 PROJECTIONS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
 
 
-def walk_layers(model: Any) -> None:
-    """Replace the forward of such layers, which needs a plan with a walk from now on. All other layers use
+def patch_layers(model: Any) -> None:
+    """Replace the forward of such layers, which needs a plan with a `recurrent_plan` from now on. All other layers use
     transformers' attention interface, although the class of the model does not declare it.
     """
     for name, layer in model.named_modules():
@@ -47,7 +47,7 @@ def walk_layers(model: Any) -> None:
 
 def _prepare_text(model: Any) -> None:
     refuse_noise(model)
-    walk_layers(model)
+    patch_layers(model)
 
 
 def _prepare_vision(model: Any) -> None:
@@ -60,27 +60,27 @@ VISION = replace(QWEN3_VL, towers=FAMILIES["qwen2_vl"].towers, prepare=_prepare_
 
 
 def _forward(layer: Any, hidden_states: Tensor, *, attention_plan: Any, **unused: Any) -> Tensor:
-    walk: Walk | Steps = attention_plan.walk
+    plan: RecurrentPlan | Steps = attention_plan.recurrent_plan
     x = hidden_states.squeeze(0)
     mixed, gate, share, decay = _projected(layer, x)
     gate = gate.reshape(len(x), -1, layer.head_v_dim)
-    if isinstance(walk, Steps):
-        out = _step(layer, walk, mixed, gate, share, decay)
+    if isinstance(plan, Steps):
+        out = _step(layer, plan, mixed, gate, share, decay)
         return layer.out_proj(out.flatten(1)).unsqueeze(0)
-    mixed = silu(convolved(layer.layer_idx, layer.conv1d, mixed, walk))
+    mixed = silu(convolved(layer.layer_idx, layer.conv1d, mixed, plan))
     heads, key_heads = layer.num_v_heads, layer.num_k_heads
     q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
     q, k = (part.unflatten(-1, (key_heads, -1)).repeat_interleave(heads // key_heads, dim=1) for part in (q, k))
     decay = -layer.A_log.float().exp() * softplus(decay.float() + layer.dt_bias)
-    out = _recurrent(layer, walk, (q, k, v.unflatten(-1, (heads, -1)), decay, share.sigmoid()))
+    out = _recurrent(layer, plan, (q, k, v.unflatten(-1, (heads, -1)), decay, share.sigmoid()))
     out = layer.norm(*(part.reshape(-1, layer.head_v_dim) for part in (out, gate)))
     return layer.out_proj(out.reshape(len(x), -1)).unsqueeze(0)
 
 
-def _step(layer: Any, walk: Steps, mixed: Tensor, gate: Tensor, share: Tensor, decay: Tensor) -> Tensor:
+def _step(layer: Any, plan: Steps, mixed: Tensor, gate: Tensor, share: Tensor, decay: Tensor) -> Tensor:
     """One token of each of B sequences, with kernels. Returns [B, H, V]."""
-    index, where, norm = layer.layer_idx, {"rows": walk.rows, "lengths": walk.lengths}, layer.norm
-    conv, tails, states = layer.conv1d, walk.addresses[index, "tail"], walk.addresses[index, "state"]
+    index, where, norm = layer.layer_idx, {"rows": plan.rows, "lengths": plan.lengths}, layer.norm
+    conv, tails, states = layer.conv1d, plan.addresses[index, "tail"], plan.addresses[index, "state"]
     mixed = KERNELS["convolve_step"](mixed, conv.weight, conv.bias, tails=tails, **where)
     heads = layer.num_k_heads, layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
     given = mixed, share, decay, layer.A_log, layer.dt_bias
@@ -99,26 +99,26 @@ def _projected(layer: Any, x: Tensor) -> tuple[Tensor, ...]:
     return torch.cat([part.flatten(1) for part in mixed], 1), gate, share, decay
 
 
-def convolved(layer: int, convolution: Any, x: Tensor, walk: Walk) -> Tensor:
+def convolved(layer: int, convolution: Any, x: Tensor, plan: RecurrentPlan) -> Tensor:
     """[T, C]: each token convolved with the K - 1 tokens before it on its path, per channel."""
     weight = convolution.weight
     width = weight.shape[-1]
-    source, first = walk.windows(width)
-    rows = torch.cat([x, walk.tails(layer, x)]).index_select(0, source)
-    walk.keep_tails(layer, rows, width)
+    source, first = plan.windows(width)
+    rows = torch.cat([x, plan.tails(layer, x)]).index_select(0, source)
+    plan.keep_tails(layer, rows, width)
     out = conv1d(rows.T.to(weight.dtype), weight, convolution.bias, groups=len(weight))
     return out.T.index_select(0, first).to(x.dtype)
 
 
-def _recurrent(layer: Any, walk: Walk, given: Sequence[Tensor]) -> Tensor:
+def _recurrent(layer: Any, plan: RecurrentPlan, given: Sequence[Tensor]) -> Tensor:
     """[T, H, V]: the delta rule, level by level."""
     q, _, v = given[:3]
-    found, states = [], walk.states(layer.layer_idx, (v.shape[1], q.shape[2], v.shape[2]))
-    for level in walk.levels:
+    found, states = [], plan.states(layer.layer_idx, (v.shape[1], q.shape[2], v.shape[2]))
+    for level in plan.levels:
         if level.parents is not None:
             states = states.index_select(0, level.parents)
-        some = [x.index_select(0, level.tokens) for x in given] if len(walk.levels) > 1 else given
+        some = [x.index_select(0, level.tokens) for x in given] if len(plan.levels) > 1 else given
         out, states = delta_rule(some, level.lengths, level.ends, states)
         found.append(out)
-    walk.keep_states(layer.layer_idx, states)
-    return found[0] if len(found) == 1 else torch.cat(found).index_select(0, walk.order)
+    plan.keep_states(layer.layer_idx, states)
+    return found[0] if len(found) == 1 else torch.cat(found).index_select(0, plan.order)

@@ -4,8 +4,8 @@ A segment is a node of a forest. Segments of one level are independent: they run
 level begin with their final states. In the engine's cache all segments have one level and begin with cached states;
 when it decodes with kernels, these are read and written in place.
 
-    walk = Walk(starts, parents, device)
-    walk = RecurrentStates(device, 8).walk(rows, cached, new)
+    plan = RecurrentPlan(starts, parents, device)
+    plan = RecurrentStates(device, 8).plan(rows, cached, new)
 
 Legend: T tokens, N segments, C channels, K width of the convolution.
 """
@@ -31,7 +31,7 @@ class Level:
     parents: Tensor | None  # [segments] indices of the parents in the level before
 
 
-class Walk:
+class RecurrentPlan:
     """The segments of a forest. Roots begin with zeros."""
 
     def __init__(self, starts: np.ndarray, parents: np.ndarray, device: torch.device) -> None:
@@ -116,7 +116,7 @@ class RecurrentStates:
 
     def clear(self) -> None:
         self.kept: dict[tuple[int, str], Tensor] = {}
-        self.read = np.zeros(0, np.int64)  # tokens that each row has read
+        self.lengths = np.zeros(0, np.int64)  # tokens that each row has read
         self.free: list[int] = []  # unused rows, a heap
 
     @property
@@ -125,8 +125,8 @@ class RecurrentStates:
 
     def resize(self, rows: int) -> None:
         """Grow to this many rows."""
-        self.free += range(len(self.read), rows)  # higher than all others: it stays a heap
-        self.read = np.pad(self.read, (0, rows - len(self.read)))
+        self.free += range(len(self.lengths), rows)  # higher than all others: it stays a heap
+        self.lengths = np.pad(self.lengths, (0, rows - len(self.lengths)))
         for key, old in self.kept.items():
             self._allocate(key, old, rows)[: len(old)] = old
 
@@ -138,27 +138,27 @@ class RecurrentStates:
         return new
 
     def copy(self, here: np.ndarray, there: np.ndarray) -> None:
-        self.read[there] = self.read[here]
+        self.lengths[there] = self.lengths[here]
         source, target = (to_device(rows, self.device) for rows in (here, there))
         for tensor in self.kept.values():
             tensor[target] = tensor[source]
 
     def put(self, layer: int, name: str, rows: Tensor, values: Tensor) -> None:
         if (layer, name) not in self.kept:
-            self._allocate((layer, name), values, len(self.read))
+            self._allocate((layer, name), values, len(self.lengths))
         self.kept[layer, name][rows] = values
 
-    def walk(self, rows: np.ndarray, cached: np.ndarray, new: np.ndarray) -> Walk:
+    def plan(self, rows: np.ndarray, cached: np.ndarray, new: np.ndarray) -> RecurrentPlan:
         """Sequences in `rows` have read `cached` tokens, and read `new` more."""
-        assert (self.read[rows] == cached)[cached > 0].all(), "a state stands at another token"
-        self.read[rows] = cached + new
-        return _CachedWalk(self, rows, cached > 0, new)
+        assert (self.lengths[rows] == cached)[cached > 0].all(), "a state stands at another token"
+        self.lengths[rows] = cached + new
+        return _CachedPlan(self, rows, cached > 0, new)
 
     def steps(self, rows: Tensor, lengths: Tensor) -> Steps:
         return Steps(addresses=self.addresses, rows=rows, lengths=lengths)
 
 
-class _CachedWalk(Walk):
+class _CachedPlan(RecurrentPlan):
     """New tokens of cached sequences. Those that have `begun` start from their cached states, the others from zeros."""
 
     def __init__(self, kept: RecurrentStates, rows: np.ndarray, begun: np.ndarray, new: np.ndarray) -> None:

@@ -16,8 +16,8 @@ from saccade.plugins.linear.gated_layers import convolved
 PARTS = ("conv", "operator_norm", "ffn_norm", "feed_forward")
 
 
-def walk_convolutions(model: Any) -> None:
-    """Replace the forward of such layers, which needs a plan with a walk from now on."""
+def patch_convolutions(model: Any) -> None:
+    """Replace the forward of such layers, which needs a plan with a `recurrent_plan` from now on."""
     refuse_noise(model)
     for name, layer in model.named_modules():
         short: Any = getattr(layer, "conv", None)
@@ -31,9 +31,9 @@ def walk_convolutions(model: Any) -> None:
 def _forward(layer: Any, hidden_states: Tensor, *, attention_plan: Any, **unused: Any) -> Tensor:
     short, x = layer.conv, layer.operator_norm(hidden_states).squeeze(0)
     before, behind, values = short.in_proj(x).chunk(3, dim=-1)
-    mixed = behind * convolved(short.layer_idx, short.conv, before * values, attention_plan.walk)
+    mixed = behind * convolved(short.layer_idx, short.conv, before * values, attention_plan.recurrent_plan)
     hidden_states = hidden_states + short.out_proj(mixed).unsqueeze(0)
     return hidden_states + layer.feed_forward(layer.ffn_norm(hidden_states))
 
 
-TEXT = replace(FAMILIES["qwen3"], prepare=walk_convolutions)
+TEXT = replace(FAMILIES["qwen3"], prepare=patch_convolutions)
