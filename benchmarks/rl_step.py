@@ -76,7 +76,7 @@ def run(settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = Fal
 
     def counted(backend: LocalBackend, batches: Any, *rest: Any, **more: Any) -> Any:
         images = {span.media.key for batch in batches for span in batch.media}
-        tokens = sum(int(np.count_nonzero(batch.per_read("scales"))) for batch in batches)
+        tokens = sum(int(np.count_nonzero(batch.per_target("scales"))) for batch in batches)
         if exact and not trained:
             print(json.dumps(gaps(backend, batches[0])), flush=True)
         trained.append({"trained": tokens, "images": len(images), "used": used})

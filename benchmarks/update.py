@@ -107,8 +107,8 @@ def trajectory(
 
 def forests(family: Family, groups: list[Group], micro_tokens: int) -> list[Batch]:
     batches = pack(groups, micro_tokens=micro_tokens)
-    reads = sum(len(batch.reads) for batch in batches)
-    return [replace(b, scales=np.full(len(b.reads), 1 / reads, np.float32)) for b in batches]
+    reads = sum(len(batch.predictors) for batch in batches)
+    return [replace(b, scales=np.full(len(b.predictors), 1 / reads, np.float32)) for b in batches]
 
 
 class Clock:

@@ -70,12 +70,12 @@ class Zero(LocalBackend):
         for place, batch in enumerate(filled):
             self.deepspeed.set_gradient_accumulation_boundary(place == len(filled) - 1)
             real = place < len(batches)
-            value = self.deepspeed(lambda b=batch, r=real: loss.read(self, b)()[0] if r else self.nothing(b))
+            value = self.deepspeed(lambda b=batch, r=real: loss.forward(self, b)()[0] if r else self.nothing(b))
             self.deepspeed.backward(value * dist.get_world_size())  # DeepSpeed divides by the number of ranks
             self.deepspeed.step()
 
     def nothing(self, batch: Any) -> Any:
-        return 0.0 * self.read(batch, Scoring())[0].sum()
+        return 0.0 * self.score(batch, Scoring())[0].sum()
 
     def held(self) -> int:
         state = self.deepspeed.optimizer.optimizer.state.values()

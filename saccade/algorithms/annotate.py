@@ -238,11 +238,11 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Co
         metrics.add("mismatch/masked_frac", 0.0)
         return updates, lambda: metrics
     cap = fire.cap if hot else None
-    ends = np.cumsum([batch.read_count for batch in flat]).tolist()
+    ends = np.cumsum([batch.target_count for batch in flat]).tolist()
     written: dict[str, np.ndarray] = defaultdict(lambda: np.empty(ends[-1], np.float32))
     for batch, end in zip(flat, ends, strict=True):  # one batch at a time, so that it fits in the CPU's cache
         for name, values in _correction(batch, algorithm, cap).items():
-            written[name][end - batch.read_count : end] = values.numpy()
+            written[name][end - batch.target_count : end] = values.numpy()
     if top:
         entropies, live = column(flat, "old_entropies"), column(flat, "scales") > 0
         kept = high_entropy(entropies, live, _sequences(flat), fraction=top, scope=algorithm.entropy_scope)
@@ -266,7 +266,7 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Co
 
 def _correction(batch: Batch, algorithm: Algorithm, cap: float | None) -> dict[str, Tensor]:
     """New columns of a batch. `cap`: upper bound of the weights of first tokens sampled at a higher temperature."""
-    live, sequence = torch.from_numpy(batch.per_read("scales") > 0), _sequences([batch])
+    live, sequence = torch.from_numpy(batch.per_target("scales") > 0), _sequences([batch])
     old, rollout = column([batch], "old_logprobs"), column([batch], "rollout_logprobs")
     found = {"weights": torch.ones((), dtype=torch.float64).expand(len(live))}
     if cap is not None:
@@ -288,7 +288,7 @@ def _correction(batch: Batch, algorithm: Algorithm, cap: float | None) -> dict[s
 def _correction_metrics(found: Sequence[Mapping[str, Tensor]], batches: Sequence[Batch], metrics: Metrics) -> None:
     live, weights = column(batches, "scales") > 0, torch.cat([one["weights"] for one in found])
     keep = torch.cat([one["keep"] for one in found]) if "keep" in found[0] else live
-    images = _per_read(batches, np.concatenate([batch.has_media for batch in batches]))
+    images = _per_target(batches, np.concatenate([batch.has_media for batch in batches]))
     every = np.count_nonzero(live.numpy())
     for kind, mask in {"": live, "/image": live & images, "/text": live & ~images}.items():
         count = np.count_nonzero(mask.numpy())
@@ -376,7 +376,7 @@ def show_columns(groups: Sequence[Group], updates: Updates) -> list[Group]:
     known: dict[tuple[str, int], dict[str, np.ndarray]] = defaultdict(dict)
     for batch in (batch for batches in updates for batch in batches):
         for name in batch.columns.keys() & SHOWN.keys():
-            parts = np.split(batch.per_read(name), batch.lengths.cumsum()[:-1])
+            parts = np.split(batch.per_target(name), batch.lengths.cumsum()[:-1])
             for key, part in zip(batch.keys, parts, strict=True):
                 known[key][SHOWN[name]] = part
 
@@ -388,7 +388,7 @@ def show_columns(groups: Sequence[Group], updates: Updates) -> list[Group]:
 
 
 def column(batches: Sequence[Batch], name: str) -> Tensor:
-    return torch.from_numpy(np.concatenate([b.per_read(name) for b in batches])).double()
+    return torch.from_numpy(np.concatenate([b.per_target(name) for b in batches])).double()
 
 
 def _numbers_of(batches: Sequence[Batch], name: str) -> Tensor:
@@ -402,10 +402,10 @@ def _numbers(values: Iterable[float | list[float]]) -> Tensor:
 
 def _sequences(batches: Sequence[Batch]) -> Tensor:
     """[T] index of each token's sequence among those of all batches."""
-    return _per_read(batches, np.arange(sum(len(batch.keys) for batch in batches)))
+    return _per_target(batches, np.arange(sum(len(batch.keys) for batch in batches)))
 
 
-def _per_read(batches: Sequence[Batch], values: np.ndarray) -> Tensor:
+def _per_target(batches: Sequence[Batch], values: np.ndarray) -> Tensor:
     """[T] from one value per sequence of all batches."""
     return torch.from_numpy(np.repeat(values, np.concatenate([batch.lengths for batch in batches])))
 
@@ -415,9 +415,9 @@ def _with(batches: Sequence[Batch], **columns: Tensor) -> list[Batch]:
 
 
 def _written(updates: Updates, columns: Mapping[str, Tensor | np.ndarray]) -> Updates:
-    """Split columns over all reads, or over all sequences, of the updates, and add them to their forests."""
+    """Split columns over all targets, or over all sequences, of the updates, and add them to their forests."""
     flat = [batch for batches in updates for batch in batches]
-    sizes = [batch.read_count for batch in flat], [len(batch.keys) for batch in flat]
+    sizes = [batch.target_count for batch in flat], [len(batch.keys) for batch in flat]
     cuts = {sum(each): np.cumsum(each)[:-1] for each in sizes}
     rows: Any = {name: np.split(np.asarray(whole, np.float32), cuts[len(whole)]) for name, whole in columns.items()}
     written = iter([replace(b, **{name: parts[n] for name, parts in rows.items()}) for n, b in enumerate(flat)])

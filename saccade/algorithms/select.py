@@ -143,6 +143,6 @@ def write_supervision(batches: Sequence[Batch]) -> list[Batch]:
     """Add advantages of 1 and equal scales: supervised training is the policy gradient of an advantage of
     1, and every trained token counts the same.
     """
-    each = 1 / sum(batch.read_count for batch in batches)
-    ones = [np.ones(batch.read_count, np.float32) for batch in batches]
+    each = 1 / sum(batch.target_count for batch in batches)
+    ones = [np.ones(batch.target_count, np.float32) for batch in batches]
     return [replace(b, advantages=one, scales=one * np.float32(each)) for b, one in zip(batches, ones, strict=True)]

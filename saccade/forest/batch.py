@@ -1,7 +1,7 @@
 """`Forest`: sequences packed as trees of tokens. `Batch`: a forest and its per-token columns. Numpy only.
 
 (batch,) = pack(groups, micro_tokens=16_384)
-batch.ids, batch.reads, batch.targets
+batch.ids, batch.predictors, batch.targets
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Forest:
 
     rows: np.ndarray  # [row tokens] int32: ids of the sequences end to end, each up to its last sampled token
     row_lengths: np.ndarray  # [sequences] int64: tokens of each in `rows`
-    drawn: np.ndarray  # [runs, 2] int64: start and end in `rows` of each run of sampled tokens, in order
+    sampled_runs: np.ndarray  # [runs, 2] int64: start and end in `rows` of each run of sampled tokens, in order
     lengths: np.ndarray  # [sequences] int64: sampled tokens
     keys: tuple[tuple[str, int], ...]  # (sample id, repeat) of each sequence
     groups: np.ndarray  # [sequences] int64, index of the group inside the step
-    shown: tuple[tuple[MediaSpan, ...], ...]  # the distinct lists of media spans, in tokens of a row
-    albums: np.ndarray  # [sequences] int64: index into `shown`
-    support: tuple[np.ndarray, ...] | None = None  # ids that truncated sampling kept, per read
+    media_lists: tuple[tuple[MediaSpan, ...], ...]  # the distinct lists of media spans, in tokens of a row
+    media_index: np.ndarray  # [sequences] int64: index into `media_lists`
+    support: tuple[np.ndarray, ...] | None = None  # ids that truncated sampling kept, per target
     with_ends: bool = False  # also pack the last token of each sequence, at which nothing is predicted
     budget: int = 0  # most tokens of one of the `pieces`; 0: a single piece
     whole: bool = False  # do not divide a group that is over the budget
@@ -61,7 +61,7 @@ class Forest:
         return _starts(self.row_lengths)
 
     @cached_property
-    def read_starts(self) -> np.ndarray:
+    def target_starts(self) -> np.ndarray:
         """[sequences + 1]"""
         return _starts(self.lengths)
 
@@ -69,8 +69,8 @@ class Forest:
     def trees(self) -> list[Tree]:
         """One per group, or several if the group is over the budget; in the order of the sequences."""
         rows = [
-            Row(self.rows[start:end], self.shown[album], end - start - (not self.with_ends))
-            for (start, end), album in zip(pairwise(self.row_starts.tolist()), self.albums, strict=True)
+            Row(self.rows[start:end], self.media_lists[index], end - start - (not self.with_ends))
+            for (start, end), index in zip(pairwise(self.row_starts.tolist()), self.media_index, strict=True)
         ]
         cuts = [0, *(np.flatnonzero(np.diff(self.groups)) + 1).tolist(), len(rows)]
         budget = None if self.whole else self.budget or None
@@ -97,20 +97,20 @@ class Forest:
     def cut(self, mine: slice) -> Forest:
         """The forest of a slice of its sequences."""
         low, high = self.row_starts[[mine.start, mine.stop]]
-        runs = slice(*np.searchsorted(self.drawn[:, 0], [low, high]))
-        reads = slice(*self.read_starts[[mine.start, mine.stop]])
-        used, albums = np.unique(self.albums[mine], return_inverse=True)
+        runs = slice(*np.searchsorted(self.sampled_runs[:, 0], [low, high]))
+        targets = slice(*self.target_starts[[mine.start, mine.stop]])
+        used, media_index = np.unique(self.media_index[mine], return_inverse=True)
         return replace(
             self,
             rows=self.rows[low:high],
             row_lengths=self.row_lengths[mine],
-            drawn=self.drawn[runs] - low,
+            sampled_runs=self.sampled_runs[runs] - low,
             lengths=self.lengths[mine],
             keys=self.keys[mine],
             groups=self.groups[mine],
-            shown=tuple(self.shown[album] for album in used),
-            albums=albums,
-            support=None if self.support is None else self.support[reads],
+            media_lists=tuple(self.media_lists[index] for index in used),
+            media_index=media_index,
+            support=None if self.support is None else self.support[targets],
         )
 
     @cached_property
@@ -120,7 +120,7 @@ class Forest:
         for tree in self.trees:
             first_node = len(parents)
             for node in tree.nodes:
-                shown, offset = self.shown[self.albums[row + node.owner]], starts[-1] - node.start
+                shown, offset = self.media_lists[self.media_index[row + node.owner]], starts[-1] - node.start
                 media += [s.moved(offset) for s in shown if node.start <= s.start < node.end]
                 parents.append(node.parent + first_node if node.parent >= 0 else -1)
                 starts.append(starts[-1] + node.end - node.start)
@@ -196,38 +196,38 @@ class Forest:
 
     @cached_property
     def _places(self) -> np.ndarray:
-        counts = np.diff(self.drawn).ravel()
+        counts = np.diff(self.sampled_runs).ravel()
         ends = counts.cumsum()
-        return np.repeat(self.drawn[:, 1] - ends, counts) + np.arange(self.read_count)
+        return np.repeat(self.sampled_runs[:, 1] - ends, counts) + np.arange(self.target_count)
 
     @cached_property
-    def reads(self) -> np.ndarray:
-        """[reads]: the packed token that predicts each sampled one."""
+    def predictors(self) -> np.ndarray:
+        """[targets]: the packed token that predicts each sampled one."""
         return self._packed(self._places - 1)
 
     @cached_property
     def targets(self) -> np.ndarray:
-        """[reads] int64: the sampled tokens."""
+        """[targets] int64: the sampled tokens."""
         return self.rows[self._places].astype(np.int64)
 
     @cached_property
     def sampled(self) -> np.ndarray | None:
-        """[reads]: packed index of each target; None unless packed `with_ends`."""
+        """[targets]: packed index of each target; None unless packed `with_ends`."""
         return self._packed(self._places) if self.with_ends else None
 
     @cached_property
-    def read_count(self) -> int:
+    def target_count(self) -> int:
         return int(self.lengths.sum())
 
     @cached_property
     def sequence(self) -> np.ndarray:
-        """[reads] int64: index into `keys`."""
+        """[targets] int64: index into `keys`."""
         return np.repeat(np.arange(len(self.keys)), self.lengths)
 
     @cached_property
     def has_media(self) -> np.ndarray:
         """[sequences] bool: whether a sequence shows a medium."""
-        return np.array([bool(spans) for spans in self.shown])[self.albums]
+        return np.array([bool(spans) for spans in self.media_lists])[self.media_index]
 
 
 def _starts(sizes: np.ndarray) -> np.ndarray:
@@ -240,14 +240,14 @@ def _of_forest(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """A forest, and columns of its reads.
+    """A forest, and columns of its targets.
 
-    A read says: the hidden state at token `reads[r]` predicts `targets[r]` for sequence
+    The hidden state at token `predictors[r]` predicts `targets[r]` for sequence
     `sequence[r]`. Reads of one sequence are contiguous and in order of time. The last token of a
-    trunk is read once per leaf.
+    trunk predicts one target per leaf.
 
-    A column has a value per read, or a value per sequence that holds for all of its reads; `per_read`
-    returns one value per read in both cases.
+    A column has a value per target, or one per sequence that holds for all of its targets; `per_target`
+    returns one value per target in both cases.
     """
 
     forest: Forest
@@ -265,27 +265,27 @@ class Batch:
     values: np.ndarray | None = None  # the critic's values before the update
     returns: np.ndarray | None = None  # the critic's targets
     last_values: np.ndarray | None = None  # [sequences] the critic's value after the last token
-    ref_totals: np.ndarray | None = None  # [sequences] log-prob of all reads under the reference
+    ref_totals: np.ndarray | None = None  # [sequences] log-prob of all targets under the reference
 
     # Forwarded to the forest.
-    ids, reads, targets, sequence, sampled = map(_of_forest, ("ids", "reads", "targets", "sequence", "sampled"))
-    keys, groups, lengths, read_count = map(_of_forest, ("keys", "groups", "lengths", "read_count"))
+    ids, predictors, targets, sequence = map(_of_forest, ("ids", "predictors", "targets", "sequence"))
+    keys, groups, lengths, target_count = map(_of_forest, ("keys", "groups", "lengths", "target_count"))
     node_starts, parents, media, support = map(_of_forest, ("node_starts", "parents", "media", "support"))
-    part, positions, has_media = map(_of_forest, ("part", "positions", "has_media"))
+    part, positions, has_media, sampled = map(_of_forest, ("part", "positions", "has_media", "sampled"))
 
     def __post_init__(self) -> None:
         for name, column in self.columns.items():
-            assert len(column) in (len(self.keys), self.read_count), name
+            assert len(column) in (len(self.keys), self.target_count), name
 
     @property
     def columns(self) -> dict[str, np.ndarray]:
         """The columns that are set, by name."""
         return {name: column for name, column in vars(self).items() if isinstance(column, np.ndarray)}
 
-    def per_read(self, name: str) -> Any:
-        """The column [reads] of this name, or None."""
+    def per_target(self, name: str) -> Any:
+        """The column [targets] of this name, or None."""
         column = getattr(self, name)
-        return column if column is None or len(column) == self.read_count else np.repeat(column, self.lengths)
+        return column if column is None or len(column) == self.target_count else np.repeat(column, self.lengths)
 
     @property
     def tokens(self) -> int:
@@ -302,6 +302,6 @@ class Batch:
 
     def cut(self, mine: slice, forest: Forest | None = None) -> Batch:
         """The batch of a slice of its sequences. `forest`: their forest, if it was made already."""
-        reads = slice(*self.forest.read_starts[[mine.start, mine.stop]])
-        taken: dict[str, Any] = {n: c[mine if len(c) == len(self.keys) else reads] for n, c in self.columns.items()}
+        targets = slice(*self.forest.target_starts[[mine.start, mine.stop]])
+        taken: dict[str, Any] = {n: c[mine if len(c) == len(self.keys) else targets] for n, c in self.columns.items()}
         return Batch(forest=forest or self.forest.cut(mine), **taken)

@@ -1,14 +1,14 @@
-"""Log-probs and entropies at the read positions of a forest, in chunks, to avoid a whole
+"""Log-probs and entropies at the targets of a forest, in chunks, to avoid a whole
 [tokens, vocabulary] tensor.
 
 The distribution is the one that was sampled from: fp32 logits over the temperature, banned ids
 removed and, where sampling was truncated, only the kept ids. Knows nothing of forests or
 algorithms.
 
-    logprobs, entropies = read_logprobs(hidden[reads], model.lm_head, targets, temperature=1.0,
+    logprobs, entropies = read_logprobs(hidden[predictors], model.lm_head, targets, temperature=1.0,
     banned=mask)
 
-Legend: R reads, V vocabulary, E hidden size.
+Legend: R targets, V vocabulary, E hidden size.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Pack trajectories into token forests under a token budget.
 
 Members of a group share their common prefixes (`trees.py`). A token is packed once however many
-sequences pass through it; a read says at which token and for which sequence a target is predicted.
+sequences pass through it; `predictors` says at which token each target is predicted.
 Knows nothing of tensors, models or algorithms.
 
     batches = pack(groups, micro_tokens=16_384)
@@ -86,15 +86,15 @@ def halves(batch: Batch, *, whole: bool) -> tuple[Batch, Batch] | None:
 
 def _batch(chosen: Sequence[Members], options: dict[str, Any]) -> Batch:
     members = [member for _, some in chosen for member in some]
-    shown: dict[tuple[MediaSpan, ...], int] = {}
-    albums, last = list[int](), None
+    media_lists: dict[tuple[MediaSpan, ...], int] = {}
+    media_index, last = list[int](), None
     for member in members:
         spans = member.media
         if spans and spans[-1].start >= member.end:  # nothing was sampled after it, so it is not packed
             spans = tuple(span for span in spans if span.start < member.end)
         if spans != last:  # members of a group mostly show the same
-            album, last = shown.setdefault(spans, len(shown)), spans
-        albums.append(album)
+            index, last = media_lists.setdefault(spans, len(media_lists)), spans
+        media_index.append(index)
     ends, lengths = [member.end for member in members], [member.response_length for member in members]
     offsets = np.cumsum([0, *ends]).tolist()
     support = [member.support for member in members]
@@ -103,12 +103,12 @@ def _batch(chosen: Sequence[Members], options: dict[str, Any]) -> Batch:
     forest = Forest(
         rows=np.concatenate([member.ids[: member.end] for member in members], dtype=np.int32, casting="same_kind"),
         row_lengths=np.array(ends),
-        drawn=np.array([(at + a, at + b) for t, at in zip(members, offsets, strict=False) for a, b in t.runs]),
+        sampled_runs=np.array([(at + a, at + b) for t, at in zip(members, offsets, strict=False) for a, b in t.runs]),
         lengths=np.array(lengths),
         keys=tuple(member.key for member in members),
         groups=np.repeat([index for index, _ in chosen], [len(some) for _, some in chosen]),
-        shown=tuple(shown),
-        albums=np.array(albums),
+        media_lists=tuple(media_lists),
+        media_index=np.array(media_index),
         support=tuple(chain(*kept)) if kept else None,
         **options,
     )

@@ -4,7 +4,7 @@ model's folder. What scores are trained to mean is decided elsewhere.
 
     logits = language_head(model)(hidden)
     attach_score(model, seed=0)
-    values = read_scores(model.score, hidden[reads])
+    values = read_scores(model.score, hidden[predictors])
 
 Legend: R positions that are read, E hidden size.
 """

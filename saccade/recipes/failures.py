@@ -54,7 +54,7 @@ def save_batches(path: Path, batches: Sequence[Batch]) -> Path:
     path.parent.mkdir(exist_ok=True)
     arrays: dict[str, Any] = {}
     for index, batch in enumerate(batches):
-        columns = {"ids": batch.ids, "reads": batch.reads, "targets": batch.targets, "sequence": batch.sequence}
+        columns = {"ids": batch.ids, "reads": batch.predictors, "targets": batch.targets, "sequence": batch.sequence}
         arrays |= {f"{index}/{name}": value for name, value in (columns | batch.columns).items()}
         arrays[f"{index}/keys"] = np.array([f"{id}/{repeat}" for id, repeat in batch.keys])
         arrays[f"{index}/media"] = np.array([span.media.hash for span in batch.media])

@@ -91,7 +91,7 @@ def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners)
     if beside or algorithm.entropy_coef != 0 or not algorithm.loss.by_advantage:
         return True
     given = [b for b in batches if b.advantages is not None and b.advantages.any()]
-    return any(b.keep is None or (b.per_read("advantages") * b.per_read("keep")).any() for b in given)
+    return any(b.keep is None or (b.per_target("advantages") * b.per_target("keep")).any() for b in given)
 
 
 def _select_tokens(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners, seed: str) -> list[Batch]:

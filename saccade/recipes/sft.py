@@ -67,5 +67,5 @@ def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Loss) ->
     return {name: found[name] for name in LOGGED if name in found} | {
         "sft/loss": mean,
         "sft/ppl": float(np.exp(min(written, 20.0))),
-        "sft/tokens": sum(batch.read_count for batch in batches),
+        "sft/tokens": sum(batch.target_count for batch in batches),
     }

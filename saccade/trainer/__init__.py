@@ -82,21 +82,21 @@ class Trainer(Protocol):
     def close(self) -> None: ...
 
 
-class Reader(Protocol):
+class ForwardModel(Protocol):
     """The interface of a loss to the model: forwards on one forest."""
 
     model: nn.Module
     family: Family
     device: torch.device
 
-    def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]: ...
+    def score(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]: ...
 
-    def read_values(self, batch: Batch, places: np.ndarray) -> Tensor: ...
+    def values_at(self, batch: Batch, places: np.ndarray) -> Tensor: ...
 
     def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor: ...
 
-    def at_reads(self, batch: Batch, found: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
-        """Apply `found` to the tokens of this process; return its rows for all reads, gathered over processes."""
+    def at_targets(self, batch: Batch, compute: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
+        """Apply `compute` to the tokens of this process; return its rows for all targets, gathered over processes."""
         ...
 
 
@@ -115,6 +115,6 @@ class Loss(Protocol):
         """Whether the members of a group are compared, so that they stay in one micro-batch."""
         ...
 
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
+    def forward(self, trainer: ForwardModel, batch: Batch) -> Objective:
         """Run the forward of a forest; the returned function computes loss and sums from its outputs."""
         ...

@@ -58,7 +58,7 @@ def loss_inputs(batch: Batch, new: Tensor, *, images: bool) -> LossInputs:
     """The columns of a batch, with the device and dtype of the log-probs `new`. Without old log-probs,
     the detached current ones are used, so that the ratio is exactly 1.
     """
-    given = {name: batch.per_read(name) for name in COLUMNS}
+    given = {name: batch.per_target(name) for name in COLUMNS}
     found = {n.removesuffix("_logprobs"): column(v, new) for n, v in given.items() if v is not None}
     if "selected" in found:
         found["selected"] = found["selected"].bool()

@@ -103,32 +103,32 @@ class LocalBackend:
         return [read(batch) for batch in batches]
 
     def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Log-probs and entropies of every read, per batch."""
-        results = self.each(batches, lambda batch: self.read(batch, scoring))
+        """Log-probs and entropies of every target, per batch."""
+        results = self.each(batches, lambda batch: self.score(batch, scoring))
         return [(new.float().cpu().numpy(), entropy.cpu().numpy()) for new, entropy in results]
 
     def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Values per batch, of a model with a score head: at every read, and after the last sampled token
+        """Values per batch, of a model with a score head: at every target, and after the last sampled token
         of every sequence (0 if the batch was packed without `ends`).
         """
 
         def read(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-            reads, ends = batch.reads, batch.ends
-            places = reads if ends is None else np.concatenate([reads, ends])
-            found = self.read_values(batch, places).float().cpu().numpy()
-            after = np.zeros(len(batch.keys), np.float32) if ends is None else found[len(reads) :]
-            return found[: len(reads)], after
+            predictors, ends = batch.predictors, batch.ends
+            places = predictors if ends is None else np.concatenate([predictors, ends])
+            found = self.values_at(batch, places).float().cpu().numpy()
+            after = np.zeros(len(batch.keys), np.float32) if ends is None else found[len(predictors) :]
+            return found[: len(predictors)], after
 
         return self.each(batches, read)
 
-    def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies of the reads; in training, the logits are kept for backward if they fit
+    def score(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of the targets; in training, the logits are kept for backward if they fit
         into the spare memory.
         """
-        logits = batch.read_count * self.family.vocabulary * self.dtype.itemsize
+        logits = batch.target_count * self.family.vocabulary * self.dtype.itemsize
         fits = torch.is_grad_enabled() and logits <= self.recompute.spare
         return read_logprobs(
-            self.hidden_at(batch, batch.reads),
+            self.hidden_at(batch, batch.predictors),
             language_head(self.model),
             to_device(batch.targets, self.device),
             temperature=scoring.temperature,
@@ -138,12 +138,12 @@ class LocalBackend:
             keep_logits=fits,
         )
 
-    def read_values(self, batch: Batch, places: np.ndarray) -> Tensor:
+    def values_at(self, batch: Batch, places: np.ndarray) -> Tensor:
         assert hasattr(self.model, "score"), "values need a model with a score head"
         return read_scores(self.model.score, self.hidden_at(batch, places))  # type: ignore[arg-type]
 
-    def at_reads(self, batch: Batch, found: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
-        return [*found(batch)]
+    def at_targets(self, batch: Batch, compute: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
+        return [*compute(batch)]
 
     def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor:
         """Last hidden states [places, hidden size] at some tokens of the forest."""
@@ -180,7 +180,7 @@ class LocalBackend:
 
     def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
         """The metrics that a step on these batches would report, without taking it."""
-        return self.metrics_of(self.each(batches, lambda batch: loss.read(self, batch)()[1]))
+        return self.metrics_of(self.each(batches, lambda batch: loss.forward(self, batch)()[1]))
 
     def metrics_of(self, sums: Sequence[LossSums]) -> Metrics:
         """The metrics of the forests of this process."""
@@ -227,7 +227,7 @@ class LocalBackend:
             value: Tensor | None = None
             try:
                 with experts.watched(self.routers) as routed:
-                    value, sums = loss.read(self, batch)()
+                    value, sums = loss.forward(self, batch)()
                 if self.routers:
                     chosen, share = self.routers[0].top_k, batch.tokens / tokens
                     value, sums = with_balance(value, sums, routed, chosen, self.aux_coef, share, loss.role)

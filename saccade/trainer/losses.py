@@ -15,7 +15,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
 from saccade.models import experts
-from saccade.trainer import MODEL_SCORING, Objective, Reader, Scoring
+from saccade.trainer import MODEL_SCORING, ForwardModel, Objective, Scoring
 from saccade.trainer.forward_inputs import column, loss_inputs
 
 AUX_METRICS = {"policy": "moe/aux_loss", "critic": "moe/aux_loss_critic"}
@@ -30,13 +30,13 @@ class PolicyLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
 
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
+    def forward(self, trainer: ForwardModel, batch: Batch) -> Objective:
         if batch.advantages is None:  # a demonstration
-            new, _ = trainer.read(batch, MODEL_SCORING)
-            shown, scales = {"policy/ptx_loss": -new}, column(batch.per_read("scales"), new)
+            new, _ = trainer.score(batch, MODEL_SCORING)
+            shown, scales = {"policy/ptx_loss": -new}, column(batch.per_target("scales"), new)
             return partial(imitation_objective, -new, shown, scales)
         asked = self.algorithm.entropy_coef != 0
-        new, entropy = trainer.read(batch, self.scoring, entropy_gradient=asked)
+        new, entropy = trainer.score(batch, self.scoring, entropy_gradient=asked)
         assert batch.old_logprobs is not None or self.algorithm.old != "recompute", "old log-probs were not computed"
         inputs = loss_inputs(batch, new, images=trainer.family.spec.image_token is not None)
         return partial(objective, self.algorithm, new, entropy, inputs)
@@ -50,10 +50,10 @@ class ValueLoss:
     role: ClassVar[str] = "critic"
     whole: ClassVar[bool] = False
 
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
-        new = trainer.read_values(batch, batch.reads)
+    def forward(self, trainer: ForwardModel, batch: Batch) -> Objective:
+        new = trainer.values_at(batch, batch.predictors)
         old, returns = column(batch.values, new), column(batch.returns, new)
-        scales = column(batch.per_read("scales"), new)
+        scales = column(batch.per_target("scales"), new)
         return partial(value_objective, new, old, returns, scales, clip=self.clip)
 
 

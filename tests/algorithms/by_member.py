@@ -84,7 +84,7 @@ class Records:
         found: dict[tuple[str, int], list[float]] = {}
         for batches in updates:
             for batch in batches:
-                for index, value in zip(batch.sequence, batch.per_read(name), strict=True):
+                for index, value in zip(batch.sequence, batch.per_target(name), strict=True):
                     found.setdefault(batch.keys[index], []).append(float(value))
         return found
 

@@ -65,7 +65,7 @@ def test_only_a_truncated_response_is_worth_what_the_critic_says(algorithm, reco
     groups = [records.changed(records.group("a", [1.0, 1.0, 1.0]), status=["ok", "truncated", "void"])]
     updates = records.packed([groups], micro_tokens=6, ends=True)
     assert len(updates[0]) > 1
-    scored = [(np.full(len(b.reads), 0.25), np.array([0.5 + key[1] for key in b.keys])) for b in updates[0]]
+    scored = [(np.full(b.target_count, 0.25), np.array([0.5 + key[1] for key in b.keys])) for b in updates[0]]
     updates = annotate.with_scores(updates, ("values", "last_values"), scored)
     updates = annotate.add_advantages(updates, groups, row, algorithm_state.restore(row, None))[0]
     returns = {key: values[0] for key, values in records.column(updates, "returns").items()}

@@ -141,9 +141,9 @@ def test_steps_are_a_cross_entropy_with_hard_and_soft_labels():
     labels = {"a": np.array([[1.0, 0.0], [0.3, 0.7]]), "b": np.array([[0.0, 1.0]])}
     logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [1.0, 0.5]], dtype=torch.float64)
     forest = Forest(
-        rows=np.zeros(5, np.int64), row_lengths=np.array([3, 2]), drawn=np.array([[1, 3], [4, 5]]),
-        lengths=np.array([2, 1]), keys=(("a", 0), ("b", 0)), groups=np.array([0, 1]), shown=((),),
-        albums=np.array([0, 0]),
+        rows=np.zeros(5, np.int64), row_lengths=np.array([3, 2]), sampled_runs=np.array([[1, 3], [4, 5]]),
+        lengths=np.array([2, 1]), keys=(("a", 0), ("b", 0)), groups=np.array([0, 1]), media_lists=((),),
+        media_index=np.array([0, 0]),
     )  # fmt: skip
     loss, stats = steps_objective(StepsLoss(labels=labels, count=3), logits, Batch(forest=forest))
     logp = logits.log_softmax(-1).numpy()

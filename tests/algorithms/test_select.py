@@ -91,7 +91,7 @@ def test_supervision_weighs_every_token_alike(records):
     assert len(written) == 2
     for batch in written:
         assert batch.advantages is not None and set(batch.advantages.tolist()) == {1.0}
-        assert batch.scales is not None and batch.scales.tolist() == pytest.approx([1 / 8] * len(batch.reads))
+        assert batch.scales is not None and batch.scales.tolist() == pytest.approx([1 / 8] * batch.target_count)
 
 
 def test_tokens_of_high_entropy_in_a_step_and_in_a_sequence(golden):

@@ -50,7 +50,7 @@ def test_a_forest_is_rows_of_transformers(kind, made):
     (batch,) = pack(groups, micro_tokens=1 << 20)
     backend = LocalBackend(model, family, TrainConfig(), checkpointing=True)
     model.train()
-    ours, _ = backend.read(batch, Scoring())
+    ours, _ = backend.score(batch, Scoring())
     banned = torch.from_numpy(family.banned)
     theirs = []
     for request, answer in zip(requests, answers, strict=True):

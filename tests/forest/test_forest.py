@@ -16,7 +16,7 @@ from tests.algorithms.by_member import sampled
 
 def path_tokens(batch: Batch, sequence: int) -> np.ndarray:
     """The packed tokens that one sequence passes through, root first."""
-    last = batch.reads[batch.sequence == sequence].max()
+    last = batch.predictors[batch.sequence == sequence].max()
     last = last if batch.ends is None else batch.ends[sequence]
     node = int(np.searchsorted(batch.node_starts, last, side="right")) - 1
     spans = []
@@ -57,7 +57,7 @@ def check(groups: list[Group], batches: list[Batch], family) -> list[tuple[str, 
             assert batch.ids[tokens].tolist() == t.ids[:end].tolist()
             whole = family.positions(len(t.ids), t.media)[:, :end]
             assert batch.positions(family.positions)[:, tokens].tolist() == whole.tolist()
-            assert batch.reads[mine].tolist() == tokens[policy - 1].tolist()
+            assert batch.predictors[mine].tolist() == tokens[policy - 1].tolist()
             assert batch.targets[mine].tolist() == t.ids[policy].tolist()
             assert batch.advantages[mine].tolist() == t.advantages.tolist()
             assert batch.rollout_logprobs[mine].tolist() == t.logprobs[policy].tolist()
@@ -120,14 +120,14 @@ def test_every_column_of_reads_is_cut_and_checked(grow, family):
     optional = tuple(f.name for f in fields(Batch) if f.type == "np.ndarray | None")
     groups = random_groups(grow, family, 0)
     (batch,) = pack(groups, micro_tokens=10_000)
-    marks = np.arange(len(batch.reads), dtype=np.float32)
+    marks = np.arange(batch.target_count, dtype=np.float32)
     batch = replace(batch, **dict.fromkeys(optional, marks))
     part = batch.cut(slice(1, 2))
     for name in optional:
-        assert getattr(part, name).tolist() == part.per_read(name).tolist() == marks[batch.sequence == 1].tolist()
+        assert getattr(part, name).tolist() == part.per_target(name).tolist() == marks[batch.sequence == 1].tolist()
         numbered = replace(batch, **{name: marks[: len(batch.keys)]})  # one for each sequence
-        assert numbered.per_read(name).tolist() == batch.sequence.tolist()
-        assert numbered.cut(slice(1, 2)).per_read(name).tolist() == [1.0] * part.read_count
+        assert numbered.per_target(name).tolist() == batch.sequence.tolist()
+        assert numbered.cut(slice(1, 2)).per_target(name).tolist() == [1.0] * part.target_count
         with pytest.raises(AssertionError, match=name):
             replace(batch, **{name: marks[1:]})
 
@@ -175,7 +175,7 @@ def test_the_nodes_of_a_group(sides, lengths, parents):
     (batch,) = pack([group(*members)], micro_tokens=100)
     assert np.diff(batch.node_starts).tolist() == lengths and batch.parents.tolist() == parents
     if len(parents) == 4:
-        assert batch.reads.tolist() == [9, 10, 11, 12, 9, 13, 14, 15, 9, 16, 17, 18]
+        assert batch.predictors.tolist() == [9, 10, 11, 12, 9, 13, 14, 15, 9, 16, 17, 18]
         positions = batch.positions(lambda length, media: np.arange(length)[None])
         assert positions.tolist() == [[*range(10), *[10, 11, 12] * 3]]
 

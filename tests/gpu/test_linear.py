@@ -89,7 +89,7 @@ def test_a_forest_in_half_precision_rounds_no_more_than_its_rows(kind, tmp_path)
         model, scores = load_model(family, dtype=dtype, device=DEVICE), []
         backend = LocalBackend(model, family, TrainConfig(), checkpointing=True)
         for batch in pack(groups, micro_tokens=budget):
-            new, _ = backend.read(batch, Scoring())
+            new, _ = backend.score(batch, Scoring())
             new.float().sum().backward()
             scores.append(new.detach().float().sum().item())
         found.append((sum(scores), [p.grad.float().flatten() for p in model.parameters() if p.grad is not None]))

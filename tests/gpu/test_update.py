@@ -27,9 +27,9 @@ def batches(family_of, grow):
     rng = np.random.default_rng(0)
     groups = [grow(rng, family, uid=f"g{i}", images=i) for i in range(3)]
     packed = pack(groups, micro_tokens=100)
-    tokens = sum(len(batch.reads) for batch in packed)
+    tokens = sum(batch.target_count for batch in packed)
     assert len(packed) > 2
-    return [replace(b, scales=np.full(len(b.reads), 1 / tokens, np.float32)) for b in packed]
+    return [replace(b, scales=np.full(b.target_count, 1 / tokens, np.float32)) for b in packed]
 
 
 def backend_of(family, dtype=torch.bfloat16, **options):

@@ -68,12 +68,12 @@ def forest(family_of, grow, image):
         if name in HEARING:
             media = noise(HEARING[name]), *([image(84, 56)] if "omni" in name else [])
             batch = forest_of(pair(*media, "what?"), family)
-            ones = np.ones(len(batch.reads), np.float32)
+            ones = np.ones(batch.target_count, np.float32)
             return replace(batch, scales=0.01 * ones, advantages=ones)
         rng, images = np.random.default_rng(seed), int(family.spec.image_token is not None)
         grown = [grow(rng, family, uid=f"g{i}", images=images * groups) for i in range(groups)]
         (batch,) = pack(grown, micro_tokens=100_000)
-        return replace(batch, scales=np.full(len(batch.reads), 0.01, np.float32))
+        return replace(batch, scales=np.full(batch.target_count, 0.01, np.float32))
 
     return packed
 

@@ -146,7 +146,7 @@ def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, m
         ids = torch.from_numpy(row.ids)[None]
         given = family.vision(row.media, CPU, torch.float32)
         logits = theirs(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits[0]
-        losses.append(-logits.log_softmax(-1)[torch.from_numpy(row.reads), torch.from_numpy(row.targets)])
+        losses.append(-logits.log_softmax(-1)[torch.from_numpy(row.predictors), torch.from_numpy(row.targets)])
     loss = torch.cat(losses).mean()
     loss.backward()
     wanted = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}

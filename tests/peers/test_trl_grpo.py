@@ -55,14 +55,14 @@ def ours(path, groups, old):
     groups = select.mark_members(groups, algorithm)[0]
     updates = [pack(groups, micro_tokens=60)]
     if old is not None:
-        starts = np.cumsum([0] + [len(batch.reads) for batch in updates[0]])
+        starts = np.cumsum([0] + [batch.target_count for batch in updates[0]])
         scored = [(old[a:b], old[a:b]) for a, b in pairwise(starts)]
         updates = annotate.with_scores(updates, ("old_logprobs",), scored)
     (batches,) = annotate.add_advantages(updates, groups, algorithm, restore(algorithm, None))[0]
     assert len(batches) > 1  # several forests, as under a real budget
     stats = backend.sum_gradients(batches, PolicyLoss(algorithm, Scoring()))
     loss = to_metrics(stats).means()["policy/loss"]
-    advantages = np.concatenate([b.per_read("advantages") for b in batches])
+    advantages = np.concatenate([b.per_target("advantages") for b in batches])
     return loss, dict(backend.optimizer.gradients), advantages
 
 

@@ -245,7 +245,7 @@ def dealt(name: str, forests: dict[str, list[Batch]], cases: dict[str, Case] = C
     case = cases[name]
     parts = [[forests[case.family][place] for place in places] for places in case.deal]
     if name == "nan":
-        parts[1][0] = replace(parts[1][0], advantages=np.full(len(parts[1][0].reads), np.nan, np.float32))
+        parts[1][0] = replace(parts[1][0], advantages=np.full(parts[1][0].target_count, np.nan, np.float32))
     return parts
 
 
@@ -260,9 +260,9 @@ def forests(family_of: Any, grow: Any) -> dict[str, list[Batch]]:
         family = family_of(name)
         group = grow(rng, family, uid=f"g{uid}", depth=1, images=images)
         [one] = pack([group], micro_tokens=9999)
-        drawn = {c: rng.standard_normal(len(one.reads)).astype(np.float32) for c in ("values", "returns")}
-        drawn |= {"ref_logprobs": -2 * rng.random(len(one.reads), np.float32)}
-        return replace(one, scales=np.full(len(one.reads), 0.01, np.float32), **drawn)
+        drawn = {c: rng.standard_normal(one.target_count).astype(np.float32) for c in ("values", "returns")}
+        drawn |= {"ref_logprobs": -2 * rng.random(one.target_count, np.float32)}
+        return replace(one, scales=np.full(one.target_count, 0.01, np.float32), **drawn)
 
     return {
         VISION: [forest(VISION, uid, int(uid < 4)) for uid in range(6)],

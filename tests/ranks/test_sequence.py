@@ -103,7 +103,7 @@ def agreed_layers(backend: Any, batch: Batch, rank: int) -> list[bool]:
     backend.recompute = SimpleNamespace(planned=True, spare=0.0)
     first, second = blocks_of(backend.model)
     first.gradient_checkpointing, second.gradient_checkpointing = rank == 1, rank > 1
-    backend.read(batch, Scoring())[0].sum().backward()
+    backend.score(batch, Scoring())[0].sum().backward()
     return [first.gradient_checkpointing, second.gradient_checkpointing]
 
 
@@ -124,9 +124,9 @@ def forests(families: dict[str, Family], grow: Any) -> dict[str, list[Batch]]:
     def forest(name: str, images: int, size: int = 4) -> Batch:
         groups = [grow(rng, families[name], uid=f"{n}", depth=1, images=images, size=size) for n in range(2)]
         [one] = pack(groups, micro_tokens=9999, ends=True)
-        drawn = {c: rng.standard_normal(len(one.reads)).astype(np.float32) for c in ("advantages", "values", "returns")}
-        known = {c: -2 * rng.random(len(one.reads), np.float32) for c in ("old_logprobs", "ref_logprobs")}
-        return replace(one, scales=np.full(len(one.reads), 0.01, np.float32), **drawn, **known)
+        new = {c: rng.standard_normal(one.target_count).astype(np.float32) for c in ("advantages", "values", "returns")}
+        known = {c: -2 * rng.random(one.target_count, np.float32) for c in ("old_logprobs", "ref_logprobs")}
+        return replace(one, scales=np.full(one.target_count, 0.01, np.float32), **new, **known)
 
     found = {VISION: [forest(VISION, n) for n in (2, 1, 0, 0)], EXPERTS: [forest(EXPERTS, 0) for _ in range(2)]}
     found |= {DEEP: [forest(DEEP, 1), forest(DEEP, 0)], PAIRS: [forest(VISION, n, size=2) for n in (1, 0)]}
@@ -134,12 +134,12 @@ def forests(families: dict[str, Family], grow: Any) -> dict[str, list[Batch]]:
     three = Forest(  # fewer tokens than ranks
         rows=np.arange(20, 23),
         row_lengths=zero + 3,
-        drawn=np.array([[1, 3]]),
+        sampled_runs=np.array([[1, 3]]),
         lengths=zero + 2,
         keys=(("short", 0),),
         groups=zero,
-        shown=((),),
-        albums=zero,
+        media_lists=((),),
+        media_index=zero,
         with_ends=True,
     )
     short = Batch(forest=three, **{name: np.ones(2, np.float32) for name in ("advantages", "scales", "ref_logprobs")})
@@ -187,7 +187,7 @@ def counting(length: int, media: Any) -> np.ndarray:
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_stretches_cover_a_forest_once(forests: dict[str, list[Batch]], size: int) -> None:
     batch = forests[VISION][0]
-    kept = tuple(np.array([read]) for read in range(len(batch.reads)))
+    kept = tuple(np.array([target]) for target in range(batch.target_count))
     batch = replace(batch, forest=replace(batch.forest, support=kept))
     parts, bounds = [stretch(batch, place, size) for place in range(size)], bounds_of(batch, size)
     lengths = {part.tokens for part in parts}
@@ -197,8 +197,8 @@ def test_stretches_cover_a_forest_once(forests: dict[str, list[Batch]], size: in
         np.concatenate([part.positions(counting) for part in parts], 1), batch.positions(counting)
     )
     order = np.argsort([int(one[0]) for part in parts for one in part.support or ()])
-    reads = np.concatenate([part.reads + start for part, start in zip(parts, bounds[:-1], strict=True)])
-    np.testing.assert_array_equal(reads[order], batch.reads)
+    predictors = np.concatenate([part.predictors + start for part, start in zip(parts, bounds[:-1], strict=True)])
+    np.testing.assert_array_equal(predictors[order], batch.predictors)
     np.testing.assert_array_equal(np.concatenate([part.targets for part in parts])[order], batch.targets)
     shown = [(s.start + b, s.end + b) for part, b in zip(parts, bounds[:-1], strict=True) for s in part.media]
     assert {*shown} == {(span.start, span.end) for span in batch.media}

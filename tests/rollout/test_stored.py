@@ -53,7 +53,7 @@ def test_rollouts_train_as_before(tmp_path, family, collected):
             same(replace(member, info=info | {"calls": ["zoom"]}), again)
     before, after = (pack(groups, micro_tokens=9999) for groups in (collected, loaded))
     for one, other in zip(before, after, strict=True):
-        for name in ("ids", "reads", "targets", "sequence", "rollout_logprobs"):
+        for name in ("ids", "predictors", "targets", "sequence", "rollout_logprobs"):
             assert getattr(one, name).tobytes() == getattr(other, name).tobytes()
         assert one.positions(family.positions).tobytes() == other.positions(family.positions).tobytes()
         assert one.media == other.media

@@ -134,7 +134,7 @@ def test_running_out_of_memory_divides_a_forest_between_pairs(groups, family, lo
     backend, batches, read = LocalBackend(load(FAMILY), family, TrainConfig()), packed(groups, family, 10_000), []
     row = of_step(PreferenceLoss(loss="dpo", options={}), batches)
     whole = backend.train_step(batches, row, lr=0.0).metrics.means()
-    plain = PreferenceLoss.read
+    plain = PreferenceLoss.forward
 
     def scarce(loss, trainer, batch):
         read.append(len(batch.keys))
@@ -142,7 +142,7 @@ def test_running_out_of_memory_divides_a_forest_between_pairs(groups, family, lo
             raise torch.OutOfMemoryError
         return plain(loss, trainer, batch)
 
-    monkeypatch.setattr(PreferenceLoss, "read", scarce)
+    monkeypatch.setattr(PreferenceLoss, "forward", scarce)
     split = backend.train_step(batches, row, lr=0.0).metrics.means()
     assert read == [8, 4, 4] and split["mem/oom_splits"] == 1
     for metric in ("policy/loss", "policy/grad_norm", "dpo/margin", "dpo/accuracy", "dpo/nll"):

@@ -33,8 +33,8 @@ def batches(family_of, grow) -> list[Batch]:
     rng = np.random.default_rng(0)
     groups = [grow(rng, family, uid=f"g{i}", images=i) for i in range(2)]
     packed = [b for g in groups for b in pack([g], micro_tokens=9999)]
-    tokens = sum(len(batch.reads) for batch in packed)
-    return [replace(b, scales=np.full(len(b.reads), 1 / tokens, np.float32)) for b in packed]
+    tokens = sum(batch.target_count for batch in packed)
+    return [replace(b, scales=np.full(b.target_count, 1 / tokens, np.float32)) for b in packed]
 
 
 def assert_equal(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
@@ -158,7 +158,7 @@ def step(family_of, load, grow, measured):
         rng = np.random.default_rng(0)
         groups = [grow(rng, family, uid=f"g{i}", images=0) for i in range(2)]
         batches = [
-            replace(b, scales=np.full(len(b.reads), scale, np.float32)) for b in pack(groups, micro_tokens=budget)
+            replace(b, scales=np.full(b.target_count, scale, np.float32)) for b in pack(groups, micro_tokens=budget)
         ]
         train = TrainConfig(aux_coef=coef)
         backend = LocalBackend(load(name), family, train, checkpointing=checkpointing)

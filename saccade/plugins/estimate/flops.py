@@ -227,7 +227,7 @@ class Meter:
         frozen = towers_frozen(self.training)
         shown = media and not frozen
         works = [
-            self.count(b.forest.above, b.forest.sizes, b.read_count * self.head, b.media if shown else ())
+            self.count(b.forest.above, b.forest.sizes, b.target_count * self.head, b.media if shown else ())
             for b in batches
         ]
         if media and frozen:

@@ -320,7 +320,7 @@ def _moments(plan: Plan, learner: ModelSize, batch: Batch, retained: Retained) -
     head: one mapping item → bytes for each of these moments.
     """
     shape, element, kernel = learner.shape, plan.element, plan.device.is_gpu
-    logits = min(batch.read_count, tokens_of_a_rank(plan, batch)) * shape.vocabulary
+    logits = min(batch.target_count, tokens_of_a_rank(plan, batch)) * shape.vocabulary
     if element * logits > retained.spare:  # then they are computed in chunks
         logits = min(logits, CHUNK_ELEMENTS * (KERNEL_CHUNK if kernel else 1))
     # The kernel writes the gradient over the logits; torch has three more copies in fp32.

@@ -9,7 +9,7 @@ update = backend.train_step(batches, DistillationLoss(teacher, kd_coef=0.4), lr=
 >>> reward_tagged(sample, "<reward {reward:.1f}>").messages[0].text
 'What is 1 + 1?<reward 1.0>'
 
-Legend: R reads, V vocabulary of the student, E hidden sizes.
+Legend: R targets, V vocabulary of the student, E hidden sizes.
 """
 
 import math
@@ -43,7 +43,7 @@ from saccade.recipes import model_setup, questions
 from saccade.recipes.to_trajectory import dialogue
 from saccade.registry import HOOKS
 from saccade.run.quarantine import Quarantine
-from saccade.trainer import Objective, Reader
+from saccade.trainer import ForwardModel, Objective
 from saccade.trainer.forward_inputs import column
 from saccade.trainer.local import LocalBackend
 from saccade.types import Sample
@@ -64,8 +64,8 @@ class Demonstrations:
         groups = [dialogue(row, self.family, "assistant") for row in rows]
         train = self.config.train
         batches = pack(groups, micro_tokens=train.micro_tokens)
-        scale = train.sft_coef / sum(batch.read_count for batch in batches)
-        return [replace(b, scales=np.full(b.read_count, scale, np.float32)) for b in batches]
+        scale = train.sft_coef / sum(batch.target_count for batch in batches)
+        return [replace(b, scales=np.full(b.target_count, scale, np.float32)) for b in batches]
 
 
 # -- reward-tagged answers: `sft.reward_tag` is appended to the question -----------------------------
@@ -133,7 +133,7 @@ class DistillationLoss:
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False
 
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
+    def forward(self, trainer: ForwardModel, batch: Batch) -> Objective:
         self.teacher.model.eval()
         head, their_head = language_head(trainer.model), language_head(self.teacher.model)
 
@@ -147,16 +147,16 @@ class DistillationLoss:
 
         def compared(part: Any) -> list[Tensor]:
             with torch.no_grad():
-                taught = self.teacher.hidden_at(part, part.reads)
-            hidden, targets = trainer.hidden_at(part, part.reads), to_device(part.targets, trainer.device)
+                taught = self.teacher.hidden_at(part, part.predictors)
+            hidden, targets = trainer.hidden_at(part, part.predictors), to_device(part.targets, trainer.device)
             # Checkpointed: the logits of a chunk are recomputed in backward.
             rows = max(1, CHUNK_ELEMENTS // trainer.family.vocabulary)
             chunks = zip(hidden.split(rows), taught.split(rows), targets.split(rows), strict=True)
             results = [checkpoint(chunk, *each, use_reentrant=False) for each in chunks]
             return [torch.cat(found) for found in zip(*results, strict=True)]
 
-        losses, written, teacher = trainer.at_reads(batch, compared)
-        shown, scales = {"sft/ce": written, "sft/teacher": teacher}, column(batch.per_read("scales"), losses)
+        losses, written, teacher = trainer.at_targets(batch, compared)
+        shown, scales = {"sft/ce": written, "sft/teacher": teacher}, column(batch.per_target("scales"), losses)
         return partial(imitation_objective, losses, shown, scales, term="policy/loss")
 
 

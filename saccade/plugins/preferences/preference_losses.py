@@ -9,7 +9,7 @@ is the same with each log-ratio divided by the number of tokens of its response.
 
 `PreferenceLoss` holds the denominators of the whole optimizer step, so the losses of micro-batches add up.
 A pair is a group of two sequences, chosen (repeat 0) before rejected (repeat 1); for unpaired losses, repeat
-0 is a good response and repeat 1 a bad one. Axes: R reads (positions that are read), P pairs, S sequences.
+0 is a good response and repeat 1 a bad one. Axes: R targets (predicted tokens), P pairs, S sequences.
 
     >>> losses, metrics = PREFERENCES["dpo"].function(pairs, beta=0.1)
     >>> metrics["accuracy"]   # [P] bool; also margin, reward_chosen, reward_rejected: as the loss sees them
@@ -30,7 +30,7 @@ from saccade.algorithms.table import Entry, NotNegative, Smoothing, add, parsed
 from saccade.config import Config, DpoConfig
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
-from saccade.trainer import MODEL_SCORING, Objective, Reader
+from saccade.trainer import MODEL_SCORING, ForwardModel, Objective
 
 Losses = tuple[Tensor, dict[str, Tensor]]
 Sides = tuple[Tensor, Tensor]  # chosen and rejected, [P] each
@@ -211,8 +211,8 @@ class PreferenceLoss:
     def needs_reference(self) -> bool:
         return self.loss not in WITHOUT_REFERENCE
 
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
-        new, _ = trainer.read(batch, MODEL_SCORING)
+    def forward(self, trainer: ForwardModel, batch: Batch) -> Objective:
+        new, _ = trainer.score(batch, MODEL_SCORING)
         sequence, chosen, lengths, ref = (
             None if array is None else torch.from_numpy(array).to(new.device)
             for array in (batch.sequence, _is_chosen(batch), batch.lengths, batch.ref_totals)

@@ -59,7 +59,7 @@ def group_of(size: int) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Consecutive tokens of a forest with their reads, used in place of a batch. Nodes and parents are those of the
+    """Consecutive tokens of a forest with their targets, used in place of a batch. Nodes and parents are those of the
     whole forest. Media spans may reach over the ends.
     """
 
@@ -68,7 +68,7 @@ class Stretch:
     ids: np.ndarray
     node_starts: np.ndarray
     parents: np.ndarray
-    reads: np.ndarray
+    predictors: np.ndarray
     targets: np.ndarray
     media: tuple[MediaSpan, ...]
     support: tuple[np.ndarray, ...] | None
@@ -78,8 +78,8 @@ class Stretch:
         return len(self.ids)
 
     @property
-    def read_count(self) -> int:
-        return len(self.reads)
+    def target_count(self) -> int:
+        return len(self.predictors)
 
     def positions(self, rule: Any) -> np.ndarray:
         whole = self.whole.positions(rule)
@@ -93,10 +93,10 @@ def bounds_of(batch: Batch, size: int) -> np.ndarray:
 
 def stretch(batch: Batch, place: int, size: int) -> Stretch:
     """The stretch of the rank at this place in its group. A forest with fewer tokens than ranks is padded with one more
-    tree, which has no reads.
+    tree, which has no targets.
     """
     start, end = bounds_of(batch, size)[place : place + 2].tolist()
-    mine = (start <= batch.reads) & (batch.reads < end)
+    mine = (start <= batch.predictors) & (batch.predictors < end)
     ids, node_starts, parents = batch.ids, batch.node_starts, batch.parents
     if (more := size - len(ids)) > 0:
         ids, node_starts, parents = np.pad(ids, (0, more)), np.append(node_starts, size), np.append(parents, -1)
@@ -106,7 +106,7 @@ def stretch(batch: Batch, place: int, size: int) -> Stretch:
         ids=ids[start:end],
         node_starts=node_starts,
         parents=parents,
-        reads=batch.reads[mine] - start,
+        predictors=batch.predictors[mine] - start,
         targets=batch.targets[mine],
         media=tuple(span.moved(-start) for span in batch.media if span.start < end and span.end > start),
         support=batch.support and tuple(batch.support[read] for read in np.flatnonzero(mine)),
@@ -200,20 +200,20 @@ class SequenceBackend(LocalBackend):
     def _mine(self, batch: Batch) -> Any:
         return stretch(batch, self.place, self.size)
 
-    def read(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        read = super().read
-        new, entropy = self.at_reads(batch, lambda part: read(part, scoring, entropy_gradient=entropy_gradient))
+    def score(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        score = super().score
+        new, entropy = self.at_targets(batch, lambda part: score(part, scoring, entropy_gradient=entropy_gradient))
         return new, entropy
 
-    def at_reads(self, batch: Batch, found: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
+    def at_targets(self, batch: Batch, compute: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
         self._agree()
-        return [self._completed(batch, batch.reads, rows) for rows in found(self._mine(batch))]
+        return [self._completed(batch, batch.predictors, rows) for rows in compute(self._mine(batch))]
 
-    def read_values(self, batch: Batch, places: np.ndarray) -> Tensor:
+    def values_at(self, batch: Batch, places: np.ndarray) -> Tensor:
         self._agree()
         start, end = bounds_of(batch, self.size)[self.place : self.place + 2]
         mine = places[(start <= places) & (places < end)]
-        return self._completed(batch, places, super().read_values(self._mine(batch), mine - start))
+        return self._completed(batch, places, super().values_at(self._mine(batch), mine - start))
 
     def _completed(self, batch: Batch, places: np.ndarray, rows: Tensor) -> Tensor:
         """Gather what all ranks read, in the order of `places`; only this rank's rows carry a gradient."""

@@ -36,7 +36,7 @@ from saccade.models.heads import SavedHead, blocks_of, without_head
 from saccade.plugins.ranks.by_rows import joined_rows, make_whole, undivided
 from saccade.plugins.ranks.machines import agreed, grid
 from saccade.system.contents import File, on_host, tensor_file
-from saccade.trainer import MODEL_SCORING, Loss, Objective, Reader, model_state
+from saccade.trainer import MODEL_SCORING, ForwardModel, Loss, Objective, model_state
 from saccade.trainer.local import AVERAGE, WEIGHTS, Found, LocalBackend
 from saccade.trainer.optimizer_files import optimizer_file
 from saccade.types import Metrics
@@ -108,12 +108,12 @@ def _empty() -> Batch:
     forest = Forest(
         rows=np.zeros(2, np.int64),
         row_lengths=one + 1,
-        drawn=np.array([[1, 2]]),
+        sampled_runs=np.array([[1, 2]]),
         lengths=one,
         keys=(("", 0),),
         groups=one - 1,
-        shown=((),),
-        albums=one - 1,
+        media_lists=((),),
+        media_index=one - 1,
         with_ends=True,
     )
     return _Empty(forest=forest)
@@ -133,21 +133,21 @@ class _OrNothing:
     def whole(self) -> bool:
         return self.loss.whole
 
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
+    def forward(self, trainer: ForwardModel, batch: Batch) -> Objective:
         if not isinstance(batch, _Empty):
-            return self.loss.read(trainer, batch)
+            return self.loss.forward(trainer, batch)
         if teacher := getattr(self.loss, "teacher", None):
             with torch.no_grad():
                 _passed(teacher, batch)
         return partial(_zero, _passed(trainer, batch))
 
 
-def _passed(trainer: Reader, batch: Batch) -> Tensor:
+def _passed(trainer: ForwardModel, batch: Batch) -> Tensor:
     """Run the forward that other ranks wait for; returns its outputs."""
     head = getattr(trainer.model, "score", None)
     if isinstance(head, SavedHead):
-        return trainer.hidden_at(batch, batch.reads)
-    return trainer.read(batch, MODEL_SCORING)[0] if head is None else trainer.read_values(batch, batch.reads)
+        return trainer.hidden_at(batch, batch.predictors)
+    return trainer.score(batch, MODEL_SCORING)[0] if head is None else trainer.values_at(batch, batch.predictors)
 
 
 def _zero(outputs: Tensor) -> tuple[Tensor, LossSums]:

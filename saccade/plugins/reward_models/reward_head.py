@@ -4,7 +4,7 @@ so that its folder can still be loaded as a language model.
     attach_reward(model, RewardHead(like=model, card=RewardCard(kind="scalar", heads=("taste",)), seed=0))
     scores = model.score(hidden, sequence, count)  # [sequences, heads]
 
-Legend: R reads, E hidden size, S sequences, H heads, P attention heads of the pooling.
+Legend: R targets, E hidden size, S sequences, H heads, P attention heads of the pooling.
 """
 
 from pathlib import Path

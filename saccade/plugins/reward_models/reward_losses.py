@@ -7,7 +7,7 @@ their losses.
 A formula is `f(chosen, rejected, *, options) -> [P]` on fp32 scores. `RatingLoss` and `StepsLoss` hold the
 labels and denominators of a whole optimizer step, so the losses of micro-batches add up. A pair is a group
 of two sequences; its label says for each head whether the first (1), the second (-1) or neither (0, a tie)
-is better; NaN is no label, not a tie. Axes: S sequences, P pairs, H heads, R reads (positions that are read),
+is better; NaN is no label, not a tie. Axes: S sequences, P pairs, H heads, R targets (predicted tokens),
 K verdict tokens. A sequence is packed including its last token (`pack(..., ends=True)`); a step is read at
 its placeholder.
 
@@ -34,7 +34,7 @@ from saccade.forest.batch import Batch
 from saccade.models.heads import change_logits
 from saccade.plugins.preferences.preference_losses import negative_log_sigmoid
 from saccade.plugins.reward_models.reward_head import RewardHead
-from saccade.trainer import Loss, Objective, Reader, Update
+from saccade.trainer import ForwardModel, Loss, Objective, Update
 from saccade.trainer.local import LocalBackend
 from saccade.types import Metrics
 
@@ -85,7 +85,7 @@ def check(config: Config) -> Iterator[str]:
 class _RewardLoss:
     role: ClassVar[str] = "policy"
 
-    def read(self, trainer: Reader, batch: Batch) -> Objective:
+    def forward(self, trainer: ForwardModel, batch: Batch) -> Objective:
         return partial(self.objective, trainer, batch, self.outputs(trainer, batch))  # type: ignore[attr-defined]
 
 
@@ -103,10 +103,10 @@ class RatingLoss(_RewardLoss):
     counts: tuple[int, ...] = ()  # labelled pairs, per head
     whole: ClassVar[bool] = True
 
-    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
+    def outputs(self, trainer: ForwardModel, batch: Batch) -> Tensor:
         return _rate(trainer, batch)
 
-    def objective(self, trainer: Reader, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
+    def objective(self, trainer: ForwardModel, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
         return rating_objective(self, outputs, head_of(trainer).log_scale.exp(), batch.keys)
 
 
@@ -165,10 +165,10 @@ class StepsLoss(_RewardLoss):
     tokens: Sequence[int] = ()  # ids of the verdict tokens
     whole: ClassVar[bool] = False
 
-    def outputs(self, trainer: Reader, batch: Batch) -> Tensor:
+    def outputs(self, trainer: ForwardModel, batch: Batch) -> Tensor:
         return _judge(trainer, self.tokens, batch)
 
-    def objective(self, trainer: Reader, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
+    def objective(self, trainer: ForwardModel, batch: Batch, outputs: Tensor) -> tuple[Tensor, LossSums]:
         return steps_objective(self, outputs, batch)
 
 
@@ -213,7 +213,7 @@ def ratings(backend: LocalBackend, batches: Sequence[Batch]) -> list[np.ndarray]
 
 
 def judgements(backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence[int]) -> list[np.ndarray]:
-    """Log-probs [reads, tokens] of each batch at every step, normalised over the verdict tokens only."""
+    """Log-probs [targets, tokens] of each batch at every step, normalised over the verdict tokens only."""
     logits = backend.each(batches, partial(_judge, backend, tokens))
     return _arrays(found.log_softmax(-1) for found in logits)
 
@@ -230,13 +230,13 @@ def _arrays(tensors: Iterable[Tensor]) -> list[np.ndarray]:
     return [tensor.float().cpu().numpy() for tensor in tensors]
 
 
-def head_of(backend: Reader) -> RewardHead:
+def head_of(backend: ForwardModel) -> RewardHead:
     head = getattr(backend.model, "score", None)
     assert isinstance(head, RewardHead), "not a scalar reward model"
     return head
 
 
-def _rate(backend: Reader, batch: Batch) -> Tensor:
+def _rate(backend: ForwardModel, batch: Batch) -> Tensor:
     """Scores [sequences, heads]."""
     assert batch.sampled is not None and batch.ends is not None, "packed without its last tokens"
     head, count = head_of(backend), len(batch.keys)
@@ -247,9 +247,9 @@ def _rate(backend: Reader, batch: Batch) -> Tensor:
     return head(hidden, torch.from_numpy(sequence).to(hidden.device), count)
 
 
-def _judge(backend: Reader, tokens: Sequence[int], batch: Batch) -> Tensor:
-    """Logits [reads, tokens] of the verdict tokens."""
-    hidden = backend.hidden_at(batch, batch.reads)  # must come first: the forward pass gathers a sharded head
+def _judge(backend: ForwardModel, tokens: Sequence[int], batch: Batch) -> Tensor:
+    """Logits [targets, tokens] of the verdict tokens."""
+    hidden = backend.hidden_at(batch, batch.predictors)  # must come first: the forward pass gathers a sharded head
     weight = backend.model.get_output_embeddings().weight[list(tokens)]  # type: ignore[operator]
     wide = torch.promote_types(weight.dtype, torch.float32)
     return change_logits(backend.model, hidden.to(wide) @ weight.to(wide).T)
