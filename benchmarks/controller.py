@@ -209,8 +209,8 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
 
 def fullest(gpus: int, work: Mapping[str, int]) -> float:
     """Tokens of the rank with the most, over the mean of all ranks."""
-    batches = pack_forests(make_groups(work["prompts"] * gpus, work, spread=0.5), micro_tokens=16_384, parts=gpus)
-    tokens = np.bincount([batch.part or 0 for batch in batches], [batch.tokens for batch in batches])
+    batches = pack_forests(make_groups(work["prompts"] * gpus, work, spread=0.5), micro_tokens=16_384, dp_size=gpus)
+    tokens = np.bincount([batch.dp_rank or 0 for batch in batches], [batch.tokens for batch in batches])
     return float(tokens.max() / tokens.mean())
 
 

@@ -22,7 +22,7 @@ from saccade.recipes import parts
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS, VERIFIERS
-from saccade.trainer.optimizer import rate
+from saccade.trainer.optimizer import lr_factor
 from saccade.types import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,7 +154,7 @@ def test_the_next_round_takes_the_next_prompts(name, tmp_path, rewards_here):
 
 def test_rl_as_in_lightrft_warms_up_and_falls_to_a_tenth():
     train = load(FILES["lightrft_geo3k"]).train
-    rates = [train.lr * rate(update, 1000, train) for update in (0, 30, 515, 1000)]
+    rates = [train.lr * lr_factor(update, 1000, train) for update in (0, 30, 515, 1000)]
     assert rates == pytest.approx([1e-6 / 30, 1e-6, 5.5e-7, 1e-7])
 
 

@@ -47,7 +47,7 @@ class Forest:
     with_ends: bool = False  # also pack the last token of each sequence, at which nothing is predicted
     budget: int = 0  # most tokens of one of the `pieces`; 0: a single piece
     whole: bool = False  # do not divide a group that is over the budget
-    part: int | None = None  # which process computes it, if several share a step
+    dp_rank: int | None = None  # which data-parallel group computes it, if several share a step
 
     def __post_init__(self) -> None:
         assert len(self.row_lengths) == len(self.lengths) == len(self.groups)
@@ -271,7 +271,7 @@ class Batch:
     ids, predictors, targets, sequence = map(_of_forest, ("ids", "predictors", "targets", "sequence"))
     keys, groups, lengths, target_count = map(_of_forest, ("keys", "groups", "lengths", "target_count"))
     node_starts, parents, media, support = map(_of_forest, ("node_starts", "parents", "media", "support"))
-    part, positions, has_media, sampled = map(_of_forest, ("part", "positions", "has_media", "sampled"))
+    dp_rank, positions, has_media, sampled = map(_of_forest, ("dp_rank", "positions", "has_media", "sampled"))
 
     def __post_init__(self) -> None:
         for name, column in self.columns.items():

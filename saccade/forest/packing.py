@@ -22,7 +22,7 @@ Members = tuple[int, Sequence[Trajectory]]  # the index of a group, and some of 
 
 
 def pack(
-    groups: Sequence[Group], *, micro_tokens: int, ends: bool = False, whole: bool = False, parts: int = 1
+    groups: Sequence[Group], *, micro_tokens: int, ends: bool = False, whole: bool = False, dp_size: int = 1
 ) -> list[Batch]:
     """Forests of at most `micro_tokens` tokens, with whole groups if they fit, in the order of the groups.
 
@@ -31,15 +31,15 @@ def pack(
     single sequence over the budget. With `ends` the last sampled token of each sequence, at which
     nothing is predicted, is packed too.
 
-    With several `parts` each gets one forest, with about the same number of tokens; the process that
-    computes it divides it into `pieces`.
+    With `dp_size` above 1 each data-parallel group gets one forest, with about the same number of tokens;
+    the process that computes it divides it into `pieces`.
     """
     options: dict[str, Any] = {"with_ends": ends, "budget": micro_tokens, "whole": whole}
     chosen: list[Members] = []
     for index, group in enumerate(groups):
         if members := [t for t in group.trajectories if t.trained and t.response_length]:
             chosen.append((index, members))
-    if not chosen or parts == 1:
+    if not chosen or dp_size == 1:
         return _batch(chosen, options).pieces() if chosen else []
     dealt, sizes = list[Members](), list[int]()
     for index, left in chosen:
@@ -53,13 +53,13 @@ def pack(
             dealt.append((index, left[: len(piece.keys)]))
             sizes.append(piece.tokens)
             left = left[len(piece.keys) :]
-    shares = [[dealt[index] for index in mine] for mine in deal(sizes, parts)]
+    shares = [[dealt[index] for index in mine] for mine in deal(sizes, dp_size)]
     everything, end = _batch([*chain(*shares)], options), 0
     found = []
-    for part, share in enumerate(shares):
+    for dp_rank, share in enumerate(shares):
         mine = slice(end, end := end + sum(len(members) for _, members in share))
         if share:
-            found.append(everything.cut(mine, replace(everything.forest.cut(mine), part=part)))
+            found.append(everything.cut(mine, replace(everything.forest.cut(mine), dp_rank=dp_rank)))
     return found
 
 

@@ -24,7 +24,7 @@ from saccade.registry import HOOKS
 from saccade.run.training_run import Run
 from saccade.system.disk import require_writable
 from saccade.trainer import Trainer, Update
-from saccade.trainer.optimizer import rate
+from saccade.trainer.optimizer import lr_factor
 from saccade.types import Sample
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def train(job: Job, task: Task) -> dict[str, Any]:
         with run.phase(task.preparing):
             batches, loss = task.prepare(samples)
         with run.phase("update"):
-            update = task.train(batches, loss, lr=options.lr * rate(run.step, total, options))
+            update = task.train(batches, loss, lr=options.lr * lr_factor(run.step, total, options))
             before, folder = run.progress.bad_updates, run.folder.path
             bad = guard(update, batches, before, options, folder, step=step)
         progress = replace(run.progress, step=step, stream=stream.state(), bad_updates=bad)

@@ -156,7 +156,7 @@ def pack_updates(
     drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
     ends = algorithm.needs_critic and algorithm.critic.bootstrap_truncated
     parts = select.split_updates(groups, algorithm.updates_per_step, seed=drawn)
-    return [pack(part, micro_tokens=micro_tokens, ends=ends, parts=policy.parts) for part in parts]
+    return [pack(part, micro_tokens=micro_tokens, ends=ends, dp_size=policy.dp_size) for part in parts]
 
 
 def score_forests(

@@ -18,7 +18,7 @@ from saccade.recipes.failures import check_mismatch, guard
 from saccade.run.progress import Progress
 from saccade.trainer import Scoring, Trainer
 from saccade.trainer.losses import PolicyLoss, ValueLoss
-from saccade.trainer.optimizer import rate
+from saccade.trainer.optimizer import lr_factor
 from saccade.types import Metrics
 
 
@@ -46,9 +46,9 @@ def update_models(
     policy, critic, train = learners.policy, learners.critic, learners.train
     assert train.lr is not None, "the defaults of the command are filled in"
     metrics, made, bad = Metrics(), progress.updates, progress.bad_updates
-    each_step = algorithm.updates_per_step * train.epochs_per_batch
+    per_step = algorithm.updates_per_step * train.epochs_per_batch
     for batches in updates * train.epochs_per_batch:
-        live, share = _live(batches), rate(made, learners.total, train, each_step=each_step)
+        live, share = _live(batches), lr_factor(made, learners.total, train, updates_per_step=per_step)
         if live and critic is not None:
             seen, lr = annotate.for_critic(batches), algorithm.critic.lr * share
             update = critic.train_step(seen, ValueLoss(algorithm.critic.clip), lr=lr)
@@ -72,7 +72,7 @@ def update_models(
         bad = guard(update, batches, bad, train, learners.folder, step=step)
         made += not update.skipped
     # Updates that got no group count, too, so that the schedule follows steps.
-    made += each_step - len(updates) * train.epochs_per_batch
+    made += per_step - len(updates) * train.epochs_per_batch
     taught = any(_live(part) and _teaches(part, algorithm, learners) for part in updates)
     metrics.add("policy/empty_step", not taught)
     metrics.add("count/update_tokens", train.epochs_per_batch * sum(b.tokens for part in updates for b in part))

@@ -46,7 +46,7 @@ def run(config: Any) -> dict[str, Any]:
     def prepare(samples: Sequence[Sample]) -> tuple[list[Batch], Loss]:
         micro_tokens = config.train.micro_tokens
         rows = [read(sample) for sample in samples]
-        batches = pack(rows, micro_tokens=micro_tokens, parts=job.backend.parts)
+        batches = pack(rows, micro_tokens=micro_tokens, dp_size=job.backend.dp_size)
         return select.write_supervision(batches), loss
 
     with Run(config, "sft", parts.manifest(family, data, config)) as this:

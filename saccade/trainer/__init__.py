@@ -48,7 +48,7 @@ class Trainer(Protocol):
     family: Family
     device: torch.device
     dtype: torch.dtype
-    parts: int  # number of parts into which the forests of a step are dealt
+    dp_size: int  # number of data-parallel groups over which the forests of a step are dealt
     engine: Any  # generates with the same weights; None: the recipe makes one
 
     def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]: ...
@@ -61,7 +61,7 @@ class Trainer(Protocol):
         """The metrics that a step on these batches would report, without taking it."""
         ...
 
-    def repeats(self) -> float:
+    def recomputed_share(self) -> float:
         """Share of the layer forwards since the last call whose activations were recomputed in backward."""
         ...
 

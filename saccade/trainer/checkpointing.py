@@ -8,7 +8,7 @@ first. The rest of that micro-batch's peak memory is left free. Knows nothing of
     recompute = Recompute(model, "auto")
     recompute.choose(batch.tokens, media_tokens)
     ...                                                    # forward and backward
-    recompute.learn()
+    recompute.after_backward()
 """
 
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ class Recompute:
                 measure(kind)
         self._measured = (before, max(1, tokens), max(1, media_tokens))
 
-    def learn(self) -> None:
+    def after_backward(self) -> None:
         """Update the memory estimates; call it after the backward of a micro-batch."""
         layers = sum(len(kind.layers) for kind in self.kinds)
         self._passed[0] += self._tokens * layers
@@ -147,12 +147,12 @@ class Recompute:
         elif media_tokens > of_media_tokens:  # more media tokens, but no higher peak
             self.overhead = (spent, of_tokens, media_tokens)
 
-    def repeated(self) -> float:
+    def recomputed_share(self) -> float:
         """Share of the layer forwards since the last call that were recomputed, weighted by tokens."""
         (passed, again), self._passed = self._passed, [0, 0]
         return again / max(1, passed)
 
-    def failed(self) -> bool:
+    def after_oom(self) -> bool:
         """Call it when out of memory. Returns whether there are layers that can recompute to save memory."""
         self.margin += MORE_AFTER_AN_ERROR
         self._stop_measuring()

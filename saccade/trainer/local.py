@@ -47,9 +47,9 @@ Found = TypeVar("Found")
 
 
 class LocalBackend:
-    parts = 1  # number of parts into which the forests of a step are dealt
+    dp_size = 1  # number of data-parallel groups over which the forests of a step are dealt
     engine = None  # the recipe makes one over the same tensors
-    repeats_forests = True  # retry one that ran out of memory; False if other processes would wait for it
+    retries_on_oom = True  # retry one that ran out of memory; False if other processes would wait for it
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class LocalBackend:
     # -- scoring --
 
     @torch.no_grad()
-    def each(self, batches: Sequence[Batch], read: Callable[[Batch], Found]) -> list[Found]:
+    def map_batches(self, batches: Sequence[Batch], read: Callable[[Batch], Found]) -> list[Found]:
         """Apply `read` to every batch, in eval mode and without gradients."""
         self.model.eval()
         self.prefetch(batches)
@@ -104,7 +104,7 @@ class LocalBackend:
 
     def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
         """Log-probs and entropies of every target, per batch."""
-        results = self.each(batches, lambda batch: self.score(batch, scoring))
+        results = self.map_batches(batches, lambda batch: self.score(batch, scoring))
         return [(new.float().cpu().numpy(), entropy.cpu().numpy()) for new, entropy in results]
 
     def values(self, batches: Sequence[Batch]) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -119,7 +119,7 @@ class LocalBackend:
             after = np.zeros(len(batch.keys), np.float32) if ends is None else found[len(predictors) :]
             return found[: len(predictors)], after
 
-        return self.each(batches, read)
+        return self.map_batches(batches, read)
 
     def score(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the targets; in training, the logits are kept for backward if they fit
@@ -180,7 +180,7 @@ class LocalBackend:
 
     def measure(self, batches: Sequence[Batch], loss: Loss) -> Metrics:
         """The metrics that a step on these batches would report, without taking it."""
-        return self.metrics_of(self.each(batches, lambda batch: loss.forward(self, batch)()[1]))
+        return self.metrics_of(self.map_batches(batches, lambda batch: loss.forward(self, batch)()[1]))
 
     def metrics_of(self, sums: Sequence[LossSums]) -> Metrics:
         """The metrics of the forests of this process."""
@@ -223,7 +223,7 @@ class LocalBackend:
         while todo:
             batch, added, cautious = todo.popleft()
             self.optimizer.start_micro_batch(added)
-            self.recompute.choose(*self.passed(batch), cautious=cautious)
+            self.recompute.choose(*self.token_counts(batch), cautious=cautious)
             value: Tensor | None = None
             try:
                 with experts.watched(self.routers) as routed:
@@ -236,18 +236,18 @@ class LocalBackend:
                 if value.requires_grad:  # False if only a tower trains and the batch does not use it
                     value.backward()
             except torch.OutOfMemoryError:
-                if not self.repeats_forests:
+                if not self.retries_on_oom:
                     raise
                 value = None  # frees the graph that filled the memory
                 routed.clear()
                 added = self.optimizer.drop_micro_batch()
-                again = self.recompute.failed() and not cautious
+                again = self.recompute.after_oom() and not cautious
                 parts = (batch,) if again else halves(batch, whole=loss.whole)
                 if parts is None:
                     raise
             else:
                 self.optimizer.end_micro_batch()
-                self.recompute.learn()
+                self.recompute.after_backward()
                 found.append(sums)
                 continue
             torch.cuda.empty_cache()
@@ -255,7 +255,7 @@ class LocalBackend:
             todo.extendleft((part, added, cautious or again) for part in reversed(parts))
         return found
 
-    def passed(self, batch: Batch) -> tuple[int, int]:
+    def token_counts(self, batch: Batch) -> tuple[int, int]:
         """Number of tokens that pass the language model in this process, and of media tokens that pass a tower."""
         return batch.tokens, sum(span.length for span in batch.media)
 
@@ -286,8 +286,8 @@ class LocalBackend:
             self.optimizer.clear()
         return Update(metrics=metrics, skipped=not finite)
 
-    def repeats(self) -> float:
-        return self.recompute.repeated()
+    def recomputed_share(self) -> float:
+        return self.recompute.recomputed_share()
 
     # -- weights and state --
 
@@ -300,7 +300,7 @@ class LocalBackend:
         return self.weights()
 
     @contextmanager
-    def changed(self, tower: str) -> Iterator[str]:
+    def negated(self, tower: str) -> Iterator[str]:
         """Context manager for probes: negates one weight of a tower, yields its name, and restores it."""
         with negated(self.model, self.family, tower) as name:
             self.forget_features()

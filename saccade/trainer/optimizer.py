@@ -54,12 +54,12 @@ class Optimizer:
         # Biases and norms are vectors; decay would only shrink what they have learned.
         self.decay = {name: config.weight_decay * (p.ndim > 1) for name, p in self.parameters.items()}
         kind: Any = _MasterAdamW if config.optimizer == "adamw" else _KahanAdamW
-        self._rule: _MasterAdamW | _KahanAdamW = kind(self, self.place())
+        self._rule: _MasterAdamW | _KahanAdamW = kind(self, self.state_maker())
 
-    def place(self) -> Callable[..., "StateBeside"]:
+    def state_maker(self) -> Callable[..., "OptimizerState"]:
         """The class that allocates the state: on the device or in main memory, and in 8 bits if configured."""
-        place = HOOKS["state_in_main_memory"] if self.config.offload else StateBeside
-        return functools.partial(HOOKS["eight_bits"], place) if self.config.optimizer == "adamw_8bit" else place
+        kind = HOOKS["state_in_main_memory"] if self.config.offload else OptimizerState
+        return functools.partial(HOOKS["eight_bits"], kind) if self.config.optimizer == "adamw_8bit" else kind
 
     def owned(self) -> Mapping[str, nn.Parameter]:
         """What this process updates: the parameters, or flat parts of them."""
@@ -170,7 +170,7 @@ class Piece(NamedTuple):
     state: Mapping[str, Tensor]
 
 
-class StateBeside:
+class OptimizerState:
     """State on the device of the parameters; an update processes all of them at once. `keys`: state tensors of each
     parameter, of its shape; `kinds`: for some keys another dtype, and how many elements share one value.
     """
@@ -197,11 +197,11 @@ class StateBeside:
 class _MasterAdamW:
     """torch's fused AdamW on fp32 masters. An fp32 parameter is its own master."""
 
-    def __init__(self, optimizer: Optimizer, place: Callable[..., StateBeside]) -> None:
+    def __init__(self, optimizer: Optimizer, make: Callable[..., OptimizerState]) -> None:
         parameters, moments = optimizer.owned(), ("exp_avg", "exp_avg_sq")
         keys = {n: moments if p.dtype == torch.float32 else ("master", *moments) for n, p in parameters.items()}
-        self.held = place(parameters, keys, torch.float32)
-        for name, state in self.held.tensors.items():
+        self.stored = make(parameters, keys, torch.float32)
+        for name, state in self.stored.tensors.items():
             if "master" in state:  # non-blocking: the GPU converts to float32, not the CPU
                 state["master"].copy_(parameters[name].detach(), non_blocking=True)
         if torch.cuda.is_initialized():
@@ -214,7 +214,7 @@ class _MasterAdamW:
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
         if gradients:
             torch._foreach_add_([self.steps[name] for name in gradients], 1)
-        for pieces in self.held.pieces(gradients):
+        for pieces in self.stored.pieces(gradients):
             groups = defaultdict(list)
             for piece in pieces:
                 groups[self.settings[piece.name]].append(piece)
@@ -238,7 +238,7 @@ class _MasterAdamW:
                 torch._foreach_copy_([p.parameter for p in halves], [p.state["master"] for p in halves])
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {f"{key}/{n}": t for n, state in self.held.tensors.items() for key, t in state.items()}
+        tensors = {f"{key}/{n}": t for n, state in self.stored.tensors.items() for key, t in state.items()}
         return tensors | {f"step/{name}": step for name, step in self.steps.items()}
 
 
@@ -247,10 +247,10 @@ class _KahanAdamW:
     next step.
     """
 
-    def __init__(self, optimizer: Optimizer, place: Callable[..., StateBeside]) -> None:
+    def __init__(self, optimizer: Optimizer, make: Callable[..., OptimizerState]) -> None:
         parameters, self.config = optimizer.owned(), optimizer.config
         self.lr_scale, self.decay = optimizer.lr_scale, optimizer.decay
-        self.held = place(parameters, dict.fromkeys(parameters, ("exp_avg", "exp_avg_sq", "lost")), torch.bfloat16)
+        self.stored = make(parameters, dict.fromkeys(parameters, ("exp_avg", "exp_avg_sq", "lost")), torch.bfloat16)
         self.steps = torch.zeros((), dtype=torch.float64)
 
     @torch.no_grad()
@@ -258,7 +258,7 @@ class _KahanAdamW:
         self.steps += 1
         first, second = self.config.betas
         bias1, bias2 = 1 - first ** self.steps.item(), 1 - second ** self.steps.item()
-        for name, parameter, gradient, state in chain.from_iterable(self.held.pieces(gradients)):
+        for name, parameter, gradient, state in chain.from_iterable(self.stored.pieces(gradients)):
             mean = state["exp_avg"].float().lerp_(gradient, 1 - first)
             square = state["exp_avg_sq"].float().mul_(second).addcmul_(gradient, gradient, value=1 - second)
             state["exp_avg"].copy_(mean)
@@ -271,13 +271,13 @@ class _KahanAdamW:
             state["lost"].copy_(change - (parameter.float() - before))
 
     def state(self) -> dict[str, Tensor]:
-        tensors = {f"{key}/{n}": t for n, state in self.held.tensors.items() for key, t in state.items()}
+        tensors = {f"{key}/{n}": t for n, state in self.stored.tensors.items() for key, t in state.items()}
         return tensors | {"steps": self.steps}
 
 
 # -- the learning rate -----------------------------------------------------------------------------
 
-SHAPES: dict[str, Callable[[float], float]] = {
+SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -286,17 +286,17 @@ SHAPES: dict[str, Callable[[float], float]] = {
 DEFAULT_FLOOR = {"cosine_with_min_lr": 0.1}
 
 
-def rate(update: int, total: int, train: TrainConfig, *, each_step: int = 1) -> float:
-    """Learning rate of an update as a share of the peak; there are `total` steps of `each_step` updates.
+def lr_factor(update: int, total: int, train: TrainConfig, *, updates_per_step: int = 1) -> float:
+    """Learning rate of an update as a share of the peak; there are `total` steps of `updates_per_step` updates.
     `train.warmup` counts steps, or is a share of all if below 1. The rate of the first update is above 0.
 
-    >>> rate(0, 10, TrainConfig(schedule="linear", warmup=2))
+    >>> lr_factor(0, 10, TrainConfig(schedule="linear", warmup=2))
     0.5
     """
-    total *= each_step
-    warm = train.warmup * (each_step if train.warmup >= 1 else total)
+    total *= updates_per_step
+    warm = train.warmup * (updates_per_step if train.warmup >= 1 else total)
     if update < warm:
         return min(1.0, (update + 1) / warm)
     progress = min(1.0, (update - warm) / max(1.0, total - warm))
     floor = train.min_lr or DEFAULT_FLOOR.get(train.schedule, 0.0)
-    return floor + (1 - floor) * SHAPES[train.schedule](progress)
+    return floor + (1 - floor) * SCHEDULES[train.schedule](progress)

@@ -102,8 +102,8 @@ def test_a_forest_reproduces_every_member(grow, family, seed, ends):
 def test_who_computes_a_part_grows_and_cuts_its_forest(grow, family, budget):
     groups = [replace(g, uid=f"{seed}/{g.uid}") for seed in range(4) for g in random_groups(grow, family, seed)]
     groups = [g.each(lambda t, uid=g.uid: replace(t, sample_id=uid)) for g in groups]
-    alone, parts = (pack(groups, micro_tokens=budget, parts=parts) for parts in (1, 3))
-    assert [batch.part for batch in parts] == [0, 1, 2] and pack([], micro_tokens=budget, parts=3) == []
+    alone, parts = (pack(groups, micro_tokens=budget, dp_size=size) for size in (1, 3))
+    assert [batch.dp_rank for batch in parts] == [0, 1, 2] and pack([], micro_tokens=budget, dp_size=3) == []
     pieces = []
     for batch in parts:
         arrays: dict[str, np.ndarray] = {}

@@ -54,13 +54,13 @@ def test_a_first_micro_batch_that_failed_is_measured_again(plan, monkeypatch):
     for name, value in measured.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     choose(10.0, 1000, 1000)
-    made.failed()
+    made.after_oom()
     assert made.margin == pytest.approx(checkpointing.MARGIN + 0.03)
     made.choose(1000, 1000, cautious=True)
-    made.learn()
+    made.after_backward()
     assert made.overhead == (0, 1, 1)
     choose(10.0, 1000, 1000)
-    made.learn()
+    made.after_backward()
     assert made.overhead == (3 * GIB, 1000, 1000)
     assert choose(10.0, 1000, 1000) == [True] * 4
 
@@ -70,7 +70,7 @@ def test_without_a_gpu_nothing_is_planned(load, wanted, keeping):
     model = load("qwen2_5_vl")
     recompute = Recompute(model, wanted)
     recompute.choose(10_000_000, 0)
-    recompute.learn()
+    recompute.after_backward()
     assert recompute.keeping == keeping and recompute.spare == 0
     assert model.is_gradient_checkpointing is (wanted is True)
     assert not torch.cuda.is_initialized()

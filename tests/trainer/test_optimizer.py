@@ -14,7 +14,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.plugins.offload import host_state
 from saccade.plugins.offload.eight_bits import BLOCK, decode, encode
 from saccade.system.contents import write_files
-from saccade.trainer.optimizer import Optimizer, rate
+from saccade.trainer.optimizer import Optimizer, lr_factor
 from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
 
 STEPS = 20
@@ -155,7 +155,7 @@ def test_the_global_norm_is_clipped():
 
 def lrs(schedule: str, *, warmup: float = 0, min_lr: float = 0.0) -> list[float]:
     train = TrainConfig(schedule=schedule, warmup=warmup, min_lr=min_lr)
-    return [rate(i, 10, train) for i in range(11)]
+    return [lr_factor(i, 10, train) for i in range(11)]
 
 
 def test_schedules():
@@ -167,7 +167,7 @@ def test_schedules():
     assert lrs("cosine_with_min_lr")[10] == approx(0.1)
     for warmup in (0, 0.01, 0.5, 1, 50):  # every update moves
         assert all(0 < lr <= 1 for lr in lrs("linear", warmup=warmup)[:10])
-    assert rate(7, 10, TrainConfig(schedule="linear", warmup=2), each_step=4) == 1
+    assert lr_factor(7, 10, TrainConfig(schedule="linear", warmup=2), updates_per_step=4) == 1
 
 
 CHUNK = 128
@@ -243,7 +243,7 @@ def test_a_run_goes_on_with_its_state_elsewhere_and_a_copy_stays_as_it_was(kind:
 @pytest.mark.parametrize("kind", ["adamw", "adamw_bf16"])
 def test_an_update_has_few_chunks_at_once(kind: str) -> None:
     away = made(kind, torch.bfloat16, offload=True)
-    held, gradients = away._rule.held, {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    held, gradients = away._rule.stored, {name: torch.ones(shape) for name, shape in SHAPES.items()}
     tensors = [state for pieces in held.pieces(gradients) for piece in pieces for state in piece.state.values()]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert len(storages) == host_state.SLOTS * 3 and max(storages.values()) == CHUNK * tensors[0].itemsize

@@ -181,7 +181,7 @@ class _Bench:
         """Require that one changed weight changes the log-probs of engine and trainer alike, on prompts
         that the engine has seen.
         """
-        with self.policy.changed(tower) as name:
+        with self.policy.negated(tower) as name:
             self.engine.update_weights(self.policy, version=NO_STEP)
             again, fresh = self.ask(prompts), self.ask(list(map(_unseen, prompts)))
             scores, gap, gap_unseen = self.score(again), self.gap(again), self.gap(fresh)

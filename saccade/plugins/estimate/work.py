@@ -132,7 +132,7 @@ def rl_work(
     work, again = passes(meter(trained, 1.0), critic, scored, learnt, algorithm, epochs=epochs, warming=warming)
 
     def told() -> dict[str, float]:
-        shares = {"policy": trained.repeats(), "critic": judging.repeats() if judging is not None else 0.0}
+        shares = {"policy": trained.recomputed_share(), "critic": judging.recomputed_share() if judging else 0.0}
         repeated = sum(shares[name] * count for name, count in again.items())
         return {f"flops/{phase}": count / TERA for phase, count in (work | {"recomputed": repeated}).items()}
 
@@ -140,7 +140,7 @@ def rl_work(
 
 
 def offline_work(backend: Trainer, batches: Sequence[Batch]) -> dict[str, float]:
-    useful, again = meter(backend, backend.repeats()).train_step(batches)
+    useful, again = meter(backend, backend.recomputed_share()).train_step(batches)
     return {"flops/update": useful / TERA, "flops/recomputed": again / TERA}
 
 

@@ -4,7 +4,7 @@ A code is a root of a number divided by the largest of its block: the third root
 sixth root of a second one. So a hundredth of the largest is exact to 6 % and 3 %, and if all of a block shrink alike,
 only its scale changes. An update decodes them to fp32, one chunk at a time.
 
-    held = EightBits(StateBeside, parameters, {"weight": ("exp_avg", "exp_avg_sq", "lost")}, torch.bfloat16)
+    held = EightBits(OptimizerState, parameters, {"weight": ("exp_avg", "exp_avg_sq", "lost")}, torch.bfloat16)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade.plugins.offload import host_state
-from saccade.trainer.optimizer import Piece, StateBeside
+from saccade.trainer.optimizer import OptimizerState, Piece
 
 BLOCK = 64  # numbers; chunks and parameters begin at a block
 CODES = {"exp_avg": (torch.int8, 127, 3), "exp_avg_sq": (torch.uint8, 255, 6)}  # largest code, power
 
 
-class EightBits(StateBeside):
-    """Stores codes and scales in another kind of state (`place`), which needs to know nothing of them."""
+class EightBits(OptimizerState):
+    """Stores codes and scales in another kind of state (`make`), which needs to know nothing of them."""
 
     def __init__(
         self,
-        place: Callable[..., StateBeside],
+        make: Callable[..., OptimizerState],
         parameters: Mapping[str, Tensor],
         keys: Mapping[str, Sequence[str]],
         dtype: torch.dtype,
@@ -35,7 +35,7 @@ class EightBits(StateBeside):
         scaled = {name: (*kept, *(_scale(key) for key in CODES)) for name, kept in keys.items()}
         kinds = {key: (kind, 1) for key, (kind, *_) in CODES.items()}
         kinds |= {_scale(key): (torch.float32, BLOCK) for key in CODES}
-        self._held = place(parameters, scaled, dtype, kinds, **more)
+        self._held = make(parameters, scaled, dtype, kinds, **more)
         self.tensors = self._held.tensors
 
     def pieces(self, gradients: Mapping[str, Tensor]) -> Iterator[list[Piece]]:

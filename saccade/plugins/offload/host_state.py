@@ -20,7 +20,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.system.contents import new_block
 from saccade.system.devices import free_host_bytes
 from saccade.system.disk import size
-from saccade.trainer.optimizer import Piece, StateBeside
+from saccade.trainer.optimizer import OptimizerState, Piece
 
 CHUNK = 1 << 24  # numbers
 SLOTS = 3  # chunks on the GPU: one is copied in, one is updated, one is copied out
@@ -31,7 +31,7 @@ def aligned(count: int) -> int:
     return -(-count // 64) * 64
 
 
-class HostState(StateBeside):
+class HostState(OptimizerState):
     """One flat tensor per key holds the state of all parameters; `tensors` are views of it. `total` sums bytes over the
     processes of this machine.
     """

@@ -86,7 +86,7 @@ def compared(sample: Sample, family: Family) -> Group:
 
 
 def packed(
-    groups: Sequence[Group], family: Family, micro_tokens: int, *, ends: bool = False, parts: int = 1
+    groups: Sequence[Group], family: Family, micro_tokens: int, *, ends: bool = False, dp_size: int = 1
 ) -> list[Batch]:
     """Pack groups, with both sides of a pair in the same batch."""
-    return pack(groups, micro_tokens=micro_tokens, ends=ends, whole=True, parts=parts)
+    return pack(groups, micro_tokens=micro_tokens, ends=ends, whole=True, dp_size=dp_size)

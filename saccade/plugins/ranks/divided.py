@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from saccade.config import TrainConfig
 from saccade.plugins.offload.host_state import aligned
 from saccade.plugins.ranks.machines import agreed, grid, sum_of_machine
-from saccade.trainer.optimizer import Optimizer, StateBeside
+from saccade.trainer.optimizer import Optimizer, OptimizerState
 
 # Renamed in torch 2.13, which warns about the old names.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -107,8 +107,8 @@ class DividedOptimizer(Optimizer):
         self._stepped = False  # whether any rank has a gradient
         super().__init__(named.items(), config, lr_scale=lr_scale)
 
-    def place(self) -> Callable[..., StateBeside]:
-        return partial(super().place(), total=sum_of_machine) if self.config.offload else super().place()
+    def state_maker(self) -> Callable[..., OptimizerState]:
+        return partial(super().state_maker(), total=sum_of_machine) if self.config.offload else super().state_maker()
 
     def owned(self) -> Mapping[str, nn.Parameter]:
         return self._owned

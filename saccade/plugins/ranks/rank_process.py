@@ -58,9 +58,9 @@ from saccade.trainer import Loss, Scoring
 
 # Calls that the rank answers; all others are methods of its engine.
 CALLS = (
-    *("add_part", "drop_part", "add_reward", "rate", "update_weights", "blend", "repeats"),
+    *("add_part", "drop_part", "add_reward", "rate", "update_weights", "blend", "recomputed_share"),
     *("logprobs", "values", "train_step", "measure"),
-    *("share", "unshare", "change", "change_back", "weight_shapes"),
+    *("share", "unshare", "negate", "restore", "weight_shapes"),
     *("write_card", "spare_bytes", "saved_bytes", "collect", "write", "load_state"),
 )
 Outputs = Sequence[Any]  # two arrays per batch
@@ -103,7 +103,7 @@ class RankWorker(Worker):
         super().__init__(engine, channel)
         self._forests: dict[str, Forest] = {}  # by the controller's names for them
         self._collected: dict[tuple[str, str], list[File]] = {}
-        self._shared, self._changed = ExitStack(), ExitStack()
+        self._shared, self._negated = ExitStack(), ExitStack()
 
     def perform(self, block: Block) -> Any:
         call, given = block.row["call"], block.row["arguments"]
@@ -117,7 +117,7 @@ class RankWorker(Worker):
             self._forests = {name: self._forests[name] for name in held}
             self._forests |= {name: decode(Forest, row, block.arrays) for name, row in new.items()}
             given |= {"batches": [self._batch(row, block.arrays) for row in given["batches"]]}
-        halved = call == "train_step" and self.parts[given["part"]].repeats_forests  # the backend splits forests itself
+        halved = call == "train_step" and self.parts[given["part"]].retries_on_oom  # the backend splits forests itself
         with within_memory(smaller=not halved and not given.keys().isdisjoint(("batches", "questions"))):
             return getattr(self, call)(**given)
 
@@ -206,8 +206,8 @@ class RankWorker(Worker):
     def blend(self, part: str, share: float) -> None:
         self.parts[part].blend(self.policy.local_weights(), share)
 
-    def repeats(self, part: str) -> Any:
-        return self.parts[part].repeats()
+    def recomputed_share(self, part: str) -> Any:
+        return self.parts[part].recomputed_share()
 
     # -- weights and files --
 
@@ -223,11 +223,11 @@ class RankWorker(Worker):
     def unshare(self) -> None:
         self._shared.close()
 
-    def change(self, part: str, tower: str) -> str:
-        return self._changed.enter_context(self.parts[part].changed(tower))
+    def negate(self, part: str, tower: str) -> str:
+        return self._negated.enter_context(self.parts[part].negated(tower))
 
-    def change_back(self, part: str) -> None:
-        self._changed.close()
+    def restore(self, part: str) -> None:
+        self._negated.close()
 
     def write_card(self, part: str, card: Mapping[str, Any]) -> None:
         write_card(self.policy.model, RewardCard(**card))

@@ -49,7 +49,7 @@ class RankTrainer:
     def __init__(self, config: Config, team: Team, family: Family, part: str = "policy") -> None:
         self.config, self.engine, self.family, self.part = config, team, family, part
         self.together = config.train.sequence_parallel  # ranks that compute one forest
-        self.parts, self.device = team.size // self.together, pick_device(config.run.device)
+        self.dp_size, self.device = team.size // self.together, pick_device(config.run.device)
         self.dtype = pick_dtype(config.model.dtype, self.device)
         self.model = outline(config, family, self.dtype, critic=part == "critic")
 
@@ -97,10 +97,10 @@ class RankTrainer:
 
     def blend(self, source: Any, share: float) -> None:
         """Follow the policy. `source` is unused: the policy is on the same ranks."""
-        self._ask("blend", [{"share": share}] * self.parts)
+        self._ask("blend", [{"share": share}] * self.dp_size)
 
-    def repeats(self) -> float:
-        return self.engine.ask_first("repeats", part=self.part)
+    def recomputed_share(self) -> float:
+        return self.engine.ask_first("recomputed_share", part=self.part)
 
     # -- weights and files --
 
@@ -119,17 +119,17 @@ class RankTrainer:
             self.engine.ask_first("unshare")
 
     @contextmanager
-    def changed(self, tower: str) -> Iterator[str]:
-        """Context manager that changes one weight of a tower, for probes, and restores it. Yields its name."""
-        name = self._ask("change", [{"tower": tower}] * self.parts)[0].row["result"]
+    def negated(self, tower: str) -> Iterator[str]:
+        """Context manager that negates one weight of a tower, for probes, and restores it. Yields its name."""
+        name = self._ask("negate", [{"tower": tower}] * self.dp_size)[0].row["result"]
         try:
             yield name
         finally:
-            self._ask("change_back", [{}] * self.parts)
+            self._ask("restore", [{}] * self.dp_size)
 
     def write_card(self, card: RewardCard) -> None:
         """Set the reward card that is saved with the policy."""
-        self._ask("write_card", [{"card": asdict(card)}] * self.parts)
+        self._ask("write_card", [{"card": asdict(card)}] * self.dp_size)
 
     @cached_property
     def _shapes(self) -> list[tuple[str, tuple[int, ...], int]]:
@@ -140,10 +140,10 @@ class RankTrainer:
         return self._shapes
 
     def spare_bytes(self) -> int:
-        return sum(reply.row["result"] for reply in self._ask("spare_bytes", [{}] * self.parts))
+        return sum(reply.row["result"] for reply in self._ask("spare_bytes", [{}] * self.dp_size))
 
     def saved_bytes(self) -> int:
-        return sum(reply.row["result"] for reply in self._ask("saved_bytes", [{}] * self.parts))
+        return sum(reply.row["result"] for reply in self._ask("saved_bytes", [{}] * self.dp_size))
 
     def model_files(self, *, copy: bool = False) -> list[File]:
         return self._files("model", copy)
@@ -153,29 +153,29 @@ class RankTrainer:
 
     def _files(self, kind: str, copy: bool) -> list[File]:
         """One entry, whose writer lets every rank write its share."""
-        self._ask("collect", [{"kind": kind, "copy": copy}] * self.parts)
+        self._ask("collect", [{"kind": kind, "copy": copy}] * self.dp_size)
         return [("", partial(self._write, kind))]
 
     def _write(self, kind: str, folder: Path) -> None:
         self.engine.write({"part": self.part, "kind": kind, "folder": str(folder)})
 
     def load_state(self, folder: Path) -> None:
-        self._ask("load_state", [{"folder": str(folder)}] * self.parts)
+        self._ask("load_state", [{"folder": str(folder)}] * self.dp_size)
 
     def close(self) -> None:
         """Free the memory of this model. The policy must be closed last, because it ends the ranks."""
         if self.part == "policy":
             self.engine.close()
         else:
-            self._ask("drop_part", [{}] * self.parts)
+            self._ask("drop_part", [{}] * self.dp_size)
 
     def _dealt(self, batches: Sequence[Batch]) -> list[list[int]]:
         """The indices of the batches for each group of ranks: those packed for it, and its share of the others."""
-        free = [index for index, batch in enumerate(batches) if batch.part is None]
-        dealt = [[free[i] for i in mine] for mine in deal([batches[i].tokens for i in free], self.parts)]
+        free = [index for index, batch in enumerate(batches) if batch.dp_rank is None]
+        dealt = [[free[i] for i in mine] for mine in deal([batches[i].tokens for i in free], self.dp_size)]
         for index, batch in enumerate(batches):
-            if batch.part is not None:
-                dealt[batch.part].append(index)
+            if batch.dp_rank is not None:
+                dealt[batch.dp_rank].append(index)
         return dealt
 
     def _ask(self, call: str, arguments: Sequence[dict[str, Any]]) -> list[Any]:

@@ -178,7 +178,7 @@ class _OfForests(InputPrefetcher):
 class SequenceBackend(LocalBackend):
     """Every method that reads the model is called on all ranks of a group at once, with the same forests."""
 
-    repeats_forests = False
+    retries_on_oom = False
 
     def __init__(
         self, model: nn.Module, family: Family, train: TrainConfig | None = None, *, size: int, **options: Any
@@ -241,8 +241,8 @@ class SequenceBackend(LocalBackend):
     def prefetch(self, batches: Sequence[Batch]) -> None:
         super().prefetch([self._mine(batch) for batch in batches])
 
-    def passed(self, batch: Batch) -> tuple[int, int]:
-        return super().passed(self._mine(batch))
+    def token_counts(self, batch: Batch) -> tuple[int, int]:
+        return super().token_counts(self._mine(batch))
 
     def metrics_of(self, sums: Sequence[LossSums]) -> Metrics:
         """All ranks of a group have equal sums, so only the first reports them."""

@@ -158,7 +158,7 @@ def _zero(outputs: Tensor) -> tuple[Tensor, LossSums]:
 class ShardedBackend(LocalBackend):
     """Every method that reads the model or its weights is called on all ranks at once."""
 
-    repeats_forests = False
+    retries_on_oom = False
     hybrid = False  # sharded only within each machine
 
     def __init__(self, model: nn.Module, family: Family, train: TrainConfig | None = None, **options: Any) -> None:
@@ -175,9 +175,9 @@ class ShardedBackend(LocalBackend):
     # -- forests --
 
     @torch.no_grad()
-    def each(self, batches: Sequence[Batch], read: Callable[[Batch], Found]) -> list[Found]:
+    def map_batches(self, batches: Sequence[Batch], read: Callable[[Batch], Found]) -> list[Found]:
         more = self._filled(batches)[len(batches) :]
-        found = super().each(batches, read)
+        found = super().map_batches(batches, read)
         for empty in more:
             _passed(self, empty)
         self.root.reshard()  # here and below: without a backward, gathered weights would stay and become stale

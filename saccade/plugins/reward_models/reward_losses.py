@@ -209,19 +209,19 @@ def bound_scale(backend: LocalBackend, loss: Loss) -> None:
 
 def ratings(backend: LocalBackend, batches: Sequence[Batch]) -> list[np.ndarray]:
     """Scores [sequences, heads] of each batch."""
-    return _arrays(backend.each(batches, partial(_rate, backend)))
+    return _arrays(backend.map_batches(batches, partial(_rate, backend)))
 
 
 def judgements(backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence[int]) -> list[np.ndarray]:
     """Log-probs [targets, tokens] of each batch at every step, normalised over the verdict tokens only."""
-    logits = backend.each(batches, partial(_judge, backend, tokens))
+    logits = backend.map_batches(batches, partial(_judge, backend, tokens))
     return _arrays(found.log_softmax(-1) for found in logits)
 
 
 @torch.no_grad()
 def measured(backend: LocalBackend, batches: Sequence[Batch], loss: RewardLoss) -> tuple[Metrics, list[np.ndarray]]:
     """The metrics that training on these batches would report, and the model's outputs; without an update."""
-    outputs = backend.each(batches, partial(loss.outputs, backend))
+    outputs = backend.map_batches(batches, partial(loss.outputs, backend))
     sums = [loss.objective(backend, batch, found)[1] for batch, found in zip(batches, outputs, strict=True)]
     return to_metrics(sums), _arrays(outputs)
 

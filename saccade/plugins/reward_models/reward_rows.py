@@ -77,9 +77,9 @@ class Pairs:
         attach_reward(model, RewardHead(like=model, card=card, seed=seed, first_log_scale=scale, stored=start))
         write_card(model, card)
 
-    def prepare(self, samples: Sequence[Sample], parts: int = 1) -> tuple[list[Batch], RatingLoss]:
+    def prepare(self, samples: Sequence[Sample], dp_size: int = 1) -> tuple[list[Batch], RatingLoss]:
         groups = [pairs.compared(sample, self.family) for sample in samples]
-        batches = pairs.packed(groups, self.family, self.config.train.micro_tokens, ends=True, parts=parts)
+        batches = pairs.packed(groups, self.family, self.config.train.micro_tokens, ends=True, dp_size=dp_size)
         labels = {sample.id: self._labels(sample) for sample in samples}
         own = {s.id: m for s in samples if (m := margin_of(s)) is not None}
         return batches, reward_losses.of_pairs(self.row, [s.id for s in samples], labels, own)
@@ -170,9 +170,9 @@ class Process:
         """Store the card only: a process reward model has no head of its own, it uses the language head."""
         write_card(model, card)
 
-    def prepare(self, samples: Sequence[Sample], parts: int = 1) -> tuple[list[Batch], StepsLoss]:
+    def prepare(self, samples: Sequence[Sample], dp_size: int = 1) -> tuple[list[Batch], StepsLoss]:
         groups = [Group(sample=s, uid=s.id, trajectories=(self._read(s.id, s.messages),)) for s in samples]
-        batches = pack(groups, micro_tokens=self.config.train.micro_tokens, parts=parts)
+        batches = pack(groups, micro_tokens=self.config.train.micro_tokens, dp_size=dp_size)
         labels = {sample.id: self._labels(sample) for sample in samples}
         count = sum(len(labels[sample.id]) for sample in samples)  # not over `labels`: a sample may occur twice
         return batches, StepsLoss(labels=labels, count=count, tokens=self.tokens)

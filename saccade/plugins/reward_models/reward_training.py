@@ -52,7 +52,7 @@ def run(config: Any) -> dict[str, Any]:
             this, family, data, rows=held, attach=partial(rows.attach, card=card, stored=this.start)
         )
         backend: Any = job.backend
-        prepare = partial(rows.prepare, parts=backend.parts)
+        prepare = partial(rows.prepare, dp_size=backend.dp_size)
         write = partial(write_card, backend.model) if backend.engine is None else backend.write_card
         write(card)
 
