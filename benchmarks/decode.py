@@ -33,7 +33,7 @@ from saccade.models.families import Family, load_family
 from saccade.models.load import load_model
 from saccade.plugins.engines.parity import trajectory
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 
 REPEATS = 8
@@ -104,7 +104,7 @@ def gap(model: Any, family: Family, asked: list[Request], done: dict[str, Comple
     )
     group = Group(sample=Sample(id="g", messages=()), uid="g", trajectories=members)
     batches = pack([group], micro_tokens=1 << 20)
-    scored = LocalBackend(model, family).logprobs(batches, Scoring())
+    scored = LocalTrainer(model, family).logprobs(batches, Scoring())
     apart = np.abs(
         np.concatenate([new - batch.rollout_logprobs for batch, (new, _) in zip(batches, scored, strict=True)])
     )

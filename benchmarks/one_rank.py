@@ -135,7 +135,7 @@ def main() -> None:
         model = random_model(folder, family)
         backend = model_setup.learner(config, model, family)
         gc.collect()
-        divides = isinstance(backend, sharded.ShardedBackend)
+        divides = isinstance(backend, sharded.ShardedTrainer)
         copy = random_model(folder, family) if divides and not args.no_rollout else model
     engine = None if args.no_rollout else EmbeddedEngine(copy, family, max_sequences=512)
     asked = requests(family, WORK, args.prompts, args.new)

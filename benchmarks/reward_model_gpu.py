@@ -33,7 +33,7 @@ from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
 from saccade.run.checkpoint import copy_processor
 from saccade.system.contents import write_files
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Sample
 
 COLOURS = tuple(counting.COLOURS)
@@ -83,7 +83,7 @@ def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) ->
     with measured(found, "load"):
         model = model_setup.load_policy(config, family)
         task.attach(model, card=task.card(None, data.samples), stored=None)
-        backend = LocalBackend(model, family, config.train, checkpointing="auto")
+        backend = LocalTrainer(model, family, config.train, checkpointing="auto")
     found["parameters"] = sum(p.numel() for p in model.parameters())
     tokens, steps, shown = 0, [], dict[str, float]()
     with measured(found, "train"):

@@ -34,7 +34,7 @@ from saccade.run.checkpointer import Checkpointer
 from saccade.run.loggers import read_metrics
 from saccade.run.training_run import Run
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 
 __all__ = ["WORKS"]  # other benchmarks read it here
 REWARD = "def score(sample):\n    return float(sum(sample.token_ids) % 7)\n"
@@ -72,9 +72,9 @@ def run(settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = Fal
     """Run the steps; returns their metrics, with counts of trained tokens and images and the used memory."""
     trained: list[dict[str, Any]] = []
     used: dict[str, float] = {}
-    train_step, phase = LocalBackend.train_step, Run.phase
+    train_step, phase = LocalTrainer.train_step, Run.phase
 
-    def counted(backend: LocalBackend, batches: Any, *rest: Any, **more: Any) -> Any:
+    def counted(backend: LocalTrainer, batches: Any, *rest: Any, **more: Any) -> Any:
         images = {span.media.key for batch in batches for span in batch.media}
         tokens = sum(int(np.count_nonzero(batch.per_target("scales"))) for batch in batches)
         if exact and not trained:
@@ -91,7 +91,7 @@ def run(settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = Fal
             used = {}  # a new dict per step: `counted` stores it, and later phases add to it
         used[name] = gib_used()
 
-    LocalBackend.train_step = counted  # type: ignore[method-assign]
+    LocalTrainer.train_step = counted  # type: ignore[method-assign]
     Run.phase = measured  # type: ignore[method-assign, assignment]
     Checkpointer.due = lambda self, step: False  # type: ignore[method-assign]  # 50 GB that nothing reads
     Run.save = lambda run, *, last=False: None  # type: ignore[method-assign]
@@ -100,11 +100,11 @@ def run(settings: dict[str, Any], overrides: Sequence[str], *, exact: bool = Fal
     return [row | counts for row, counts in zip(rows, trained, strict=True)]
 
 
-def gaps(trainer: LocalBackend, batch: Batch) -> dict[str, float]:
+def gaps(trainer: LocalTrainer, batch: Batch) -> dict[str, float]:
     """Mean |difference| of log-probs between engine, trainer and float32, before any update."""
     scoring, family = Scoring(temperature=1.0), trainer.family
     model = load_model(family, dtype=torch.float32, device=trainer.device)
-    (whole, _), (own, _) = (backend.logprobs([batch], scoring)[0] for backend in (LocalBackend(model, family), trainer))
+    (whole, _), (own, _) = (backend.logprobs([batch], scoring)[0] for backend in (LocalTrainer(model, family), trainer))
     engine = batch.rollout_logprobs
     assert engine is not None
     pairs = {"engine_trainer": (engine, own), "engine_exact": (engine, whole), "trainer_exact": (own, whole)}

@@ -42,7 +42,7 @@ from saccade.plugins.families import tiny
 from saccade.plugins.gpu.fused import fuse
 from saccade.system import devices
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
 
@@ -145,7 +145,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
     devices.limit_memory("cuda", float(limit or 1000))
     batches = forests(family, groups, int(tokens or 16_384))
     algorithm = resolve(AlgorithmConfig(preset="grpo", kl={"coef": 0}), max_tokens=512)
-    backend = LocalBackend(model, family, TrainConfig(), checkpointing="auto" if mode == "auto" else mode == "on")
+    backend = LocalTrainer(model, family, TrainConfig(), checkpointing="auto" if mode == "auto" else mode == "on")
     clock = Clock()
     for method, name in CLOCKED.items():
         clock.wrap(backend, method, name)

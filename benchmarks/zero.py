@@ -30,17 +30,17 @@ from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.plugins.families import tiny
 from saccade.plugins.ranks.divided import DividedOptimizer
-from saccade.plugins.ranks.sharded import ShardedBackend, _empty, _Root
+from saccade.plugins.ranks.sharded import ShardedTrainer, _empty, _Root
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 
 WAYS = ("one process", "whole", "sharded", "ZeRO 1", "ZeRO 2", "ZeRO 3")
 TRAIN, LR, LIMIT = TrainConfig(), 1e-3, 300.0
 
 
-class Zero(LocalBackend):
-    """Forward and loss of LocalBackend; DeepSpeed holds the weights, and reduces, clips and applies gradients."""
+class Zero(LocalTrainer):
+    """Forward and loss of LocalTrainer; DeepSpeed holds the weights, and reduces, clips and applies gradients."""
 
     def __init__(self, model: Any, family: Any, stage: int) -> None:
         import deepspeed
@@ -112,9 +112,9 @@ def work(way: str, rank: int, folder: Path, text_only: bool) -> None:
     if way.startswith("ZeRO"):
         backend: Any = Zero(model, family, int(way[-1]))
     elif ranks == 1:
-        backend = LocalBackend(model, family, TRAIN)
+        backend = LocalTrainer(model, family, TRAIN)
     else:
-        kind = ShardedBackend if way == "sharded" else LocalBackend
+        kind = ShardedTrainer if way == "sharded" else LocalTrainer
         backend = kind(model, family, TRAIN, optimizer=DividedOptimizer)
     for _ in range(3):
         backend.train_step(mine, loss, lr=LR)

@@ -75,7 +75,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "ranks.rank_trainer", "start_several=start_policy"),
     ("hooks", "ranks.divided", "divided_optimizer=DividedOptimizer"),
     ("hooks", "ranks.layouts", "gpus_here"),
-    ("hooks", "ranks.sequence", "divided_backend=rank_backend"),
+    ("hooks", "ranks.sequence", "divided_trainer=trainer_class"),
     ("hooks", "ranks.by_rows", "by_rows=by_rows_of"),
     ("hooks", "ranks.sharded", "gathered"),
     ("hooks", "reports.diagnosis", "diagnose diagnose_answers"),

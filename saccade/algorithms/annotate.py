@@ -361,7 +361,7 @@ def for_critic(batches: Sequence[Batch]) -> list[Batch]:
 
 
 def with_scores(updates: Updates, columns: Sequence[str], scored: Iterable[Sequence[np.ndarray]]) -> Updates:
-    """Add what a backend computed for each forest, in their order, as columns with these names."""
+    """Add what a trainer computed for each forest, in their order, as columns with these names."""
     rows = iter(scored)
     return [
         [replace(batch, **dict(zip(columns, next(rows), strict=False))) for batch in batches]  # type: ignore[arg-type]

@@ -53,7 +53,7 @@ class Settings:
 
 
 class WeightSource(Protocol):
-    """Source of weights to sample with, such as a trainer backend."""
+    """Source of weights to sample with, such as a trainer."""
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         """Names, as in a saved folder, and tensors; adapters are merged in, tied weights occur once."""

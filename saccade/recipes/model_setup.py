@@ -24,7 +24,7 @@ from saccade.registry import HOOKS
 from saccade.run.training_run import Run
 from saccade.system.devices import limit_memory
 from saccade.trainer import Trainer
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.reference import AdapterReference, Reference
 
@@ -117,17 +117,17 @@ def load_policy(
     return model
 
 
-def learner(config: Config, model: Any, family: Family) -> LocalBackend:
-    """The backend that trains the model, with the checkpointing and optimizer that the config names."""
+def learner(config: Config, model: Any, family: Family) -> LocalTrainer:
+    """The trainer that trains the model, with the checkpointing and optimizer that the config names."""
     wanted = config.model.checkpointing
     checkpointing: bool | Literal["auto"] = "auto" if wanted == "auto" else wanted == "on"
     optimizer = HOOKS["divided_optimizer"] if config.run.gpus > 1 else Optimizer
     return backend_of(config)(model, family, config.train, checkpointing=checkpointing, optimizer=optimizer)
 
 
-def backend_of(config: Config) -> Callable[..., LocalBackend]:
+def backend_of(config: Config) -> Callable[..., LocalTrainer]:
     """The class that holds a model, or the shard of it in this process."""
-    return HOOKS["divided_backend"](config.train) if config.run.gpus > 1 else LocalBackend
+    return HOOKS["divided_trainer"](config.train) if config.run.gpus > 1 else LocalTrainer
 
 
 def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = lambda model: None) -> Trainer:
@@ -172,7 +172,7 @@ def load_beside(part: str, config: Config, family: Family, algorithm: Algorithm 
     return policy.beside(part) if elsewhere else BESIDE[part](config, family, algorithm, policy)
 
 
-def load_reference(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend) -> Reference:
+def load_reference(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalTrainer) -> Reference:
     """The model that the policy started from: another copy, or the policy without its adapters."""
     if config.model.train not in ADAPTED:
         return backend_of(config)(load_policy(config, family, divided=True), family)
@@ -181,7 +181,7 @@ def load_reference(config: Config, family: Family, algorithm: Algorithm | None, 
     return AdapterReference(policy)
 
 
-def load_critic(config: Config, family: Family, algorithm: Algorithm, policy: LocalBackend) -> LocalBackend:
+def load_critic(config: Config, family: Family, algorithm: Algorithm, policy: LocalTrainer) -> LocalTrainer:
     """A model of the policy's family with a head for values and its own optimizer. It has no adapters: if the policy
     has them, all of the critic is trained.
     """
@@ -194,7 +194,7 @@ def load_critic(config: Config, family: Family, algorithm: Algorithm, policy: Lo
     return learner(config, model, family)
 
 
-def load_teacher(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalBackend) -> LocalBackend:
+def load_teacher(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalTrainer) -> LocalTrainer:
     return HOOKS["teacher"](config, family)
 
 

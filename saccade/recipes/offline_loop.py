@@ -3,7 +3,7 @@
 config, family = resolve(config, "sft")
 with Run(config, "sft", parts.manifest(family, data, config)) as run:
     job = set_up(run, family, data, questions=sets)
-    return train(job, Task(prepare=prepare, metrics=metrics, train=job.backend.train_step))
+    return train(job, Task(prepare=prepare, metrics=metrics, train=job.trainer.train_step))
 """
 
 import logging
@@ -37,7 +37,7 @@ class Job:
     """A run that is ready to train: the model, its training rows and its validation sets."""
 
     run: Run
-    backend: Trainer
+    trainer: Trainer
     stream: Stream
     rows: Mapping[str, Dataset]  # sets of data.val to compute the metrics of training on
     questions: Mapping[str, Dataset]  # sets of data.val to answer; the answers are scored
@@ -80,28 +80,28 @@ def set_up(
     """Load the model, from the start or a checkpoint, and begin the run. `attach` adds heads."""
     config = run.config
     log.info(data.summary)
-    backend = model_setup.start_policy(run, family, attach=attach)
+    trainer = model_setup.start_policy(run, family, attach=attach)
     stream = Stream(data, seed=config.run.seed, config=config.data)
-    run.restore(backend, {"stream": stream}, parts={})
+    run.restore(trainer, {"stream": stream}, parts={})
     sets = {**(rows or {}), **(questions or {})}
     run.compare_sets(sets)
     HOOKS["warn_of_rows"](config, family, stream, sets.values())
     return Job(
         run=run,
-        backend=backend,
+        trainer=trainer,
         stream=stream,
         rows=rows or {},
         questions=questions or {},
-        averages=HOOKS["average"](config, family, backend, run.start, attach=attach),
+        averages=HOOKS["average"](config, family, trainer, run.start, attach=attach),
     )
 
 
 def train(job: Job, task: Task) -> dict[str, Any]:
     """Train until the steps are over; returns the metrics of the last step."""
-    run, backend, stream, options = job.run, job.backend, job.stream, job.run.config.train
+    run, trainer, stream, options = job.run, job.trainer, job.stream, job.run.config.train
     validation = Validation(
-        evaluator=make_evaluator(run, backend, job.questions),
-        weights=backend,
+        evaluator=make_evaluator(run, trainer, job.questions),
+        weights=trainer,
         questions=job.questions,
         rows=job.rows,
         measure_rows=task.measure,
@@ -110,13 +110,13 @@ def train(job: Job, task: Task) -> dict[str, Any]:
         training_follows=True,
     )
     total, sets = total_steps(run.config, stream.rows_per_epoch), validation.sets.values()
-    run.begin(total, backend, (stream.dataset, *sets), job.averages)
+    run.begin(total, trainer, (stream.dataset, *sets), job.averages)
     run.log_start(validation.check_engine(run.config, run.step))
     run.validate_start(validation)
     last: dict[str, Any] = {}
     for step in run.steps():
         with run.phase("data"):
-            samples = run.quarantine.take(stream, options.prompts_per_step, backend.family)
+            samples = run.quarantine.take(stream, options.prompts_per_step, trainer.family)
         with run.phase(task.preparing):
             batches, loss = task.prepare(samples)
         with run.phase("update"):
@@ -128,5 +128,5 @@ def train(job: Job, task: Task) -> dict[str, Any]:
         values = task.metrics(found, batches, loss) | {"data/epoch": stream.epoch}
         if not validation.due(step, total):
             task.unmeasured(samples, found, step)
-        last = run.finish_step(progress, values | HOOKS["offline_work"](backend, batches), validation)
+        last = run.finish_step(progress, values | HOOKS["offline_work"](trainer, batches), validation)
     return last

@@ -73,11 +73,11 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     run.close_at_end(scorer)
     parts.test_rewards(config, scorer, data.samples)
     parts.check_algorithm(algorithm, scorer, data.samples, ahead=config.rollout.ahead)
-    backend = model_setup.start_policy(run, family)
-    HOOKS["place_reward_models"](scorer, backend)
+    trainer = model_setup.start_policy(run, family)
+    HOOKS["place_reward_models"](scorer, trainer)
     stream = Stream(data, seed=config.run.seed, config=config.data)
     hot = algorithm.hot_first_token.temperature > 0
-    engine = make_engine(config, backend, first_tokens=hot, logs=run.folder.path)
+    engine = make_engine(config, trainer, first_tokens=hot, logs=run.folder.path)
     run.close_at_end(engine)
     require_capabilities(config, engine)
     sets = questions.validation_sets(config, family) if config.val.every else {}
@@ -86,9 +86,9 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     HOOKS["warn_of_rows"](config, family, stream, sets.values())
     reference = critic = demonstrations = None
     if algorithm.needs_reference:
-        reference = model_setup.load_beside("reference", config, family, algorithm, backend)
+        reference = model_setup.load_beside("reference", config, family, algorithm, trainer)
     if algorithm.needs_critic:
-        critic = model_setup.load_beside("critic", config, family, algorithm, backend)
+        critic = model_setup.load_beside("critic", config, family, algorithm, trainer)
     if config.train.sft_coef:
         demonstrations = HOOKS["demonstrations"](config, family, run.quarantine, updates=algorithm.updates_per_step)
     surplus = CarriedGroups(sample_of=data.sample)
@@ -120,7 +120,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
             phase=run.display.console.phase,
         ),
         learners=Learners(
-            policy=backend,
+            policy=trainer,
             critic=critic,
             demonstrations=demonstrations,
             train=config.train,
@@ -134,7 +134,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
         surplus=surplus,
         validation=Validation(
             evaluator=evaluator_of(run, engine, family, scorer),
-            weights=backend,
+            weights=trainer,
             questions=sets,
             every=config.val.every,
             training_follows=False,
@@ -144,11 +144,11 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     streams = {"stream": stream}
     if demonstrations is not None:
         streams["demonstrations"] = demonstrations.stream
-    run.restore(backend, streams, beside)
+    run.restore(trainer, streams, beside)
     run.progress = replace(run.progress, algorithm=resolved_options(algorithm))
-    engine.update_weights(backend, version=run.step)  # its own copy may be from another checkpoint
-    beside |= HOOKS["average"](config, family, backend, run.start)
-    run.begin(total, backend, (data, *sets.values()), beside)
+    engine.update_weights(trainer, version=run.step)  # its own copy may be from another checkpoint
+    beside |= HOOKS["average"](config, family, trainer, run.start)
+    run.begin(total, trainer, (data, *sets.values()), beside)
     return setup
 
 

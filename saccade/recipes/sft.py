@@ -46,7 +46,7 @@ def run(config: Any) -> dict[str, Any]:
     def prepare(samples: Sequence[Sample]) -> tuple[list[Batch], Loss]:
         micro_tokens = config.train.micro_tokens
         rows = [read(sample) for sample in samples]
-        batches = pack(rows, micro_tokens=micro_tokens, dp_size=job.backend.dp_size)
+        batches = pack(rows, micro_tokens=micro_tokens, dp_size=job.trainer.dp_size)
         return select.write_supervision(batches), loss
 
     with Run(config, "sft", parts.manifest(family, data, config)) as this:
@@ -55,9 +55,9 @@ def run(config: Any) -> dict[str, Any]:
         job = offline_loop.set_up(this, family, data, questions=sets)
         loss: Loss = PolicyLoss(SUPERVISED, MODEL_SCORING)
         if sft.teacher is not None:
-            teacher = model_setup.load_beside("teacher", config, family, None, job.backend)
+            teacher = model_setup.load_beside("teacher", config, family, None, job.trainer)
             loss = HOOKS["distillation"](teacher, sft.kd_coef)
-        task = offline_loop.Task(prepare=prepare, train=job.backend.train_step, metrics=metrics)
+        task = offline_loop.Task(prepare=prepare, train=job.trainer.train_step, metrics=metrics)
         return offline_loop.train(job, task)
 
 

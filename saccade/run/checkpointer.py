@@ -4,7 +4,7 @@ A save copies everything to main memory; a background thread writes, verifies an
 time. An error in the thread is raised by the next call here, so that the run ends at its next step.
 
     checkpointer = Checkpointer(folder.checkpoints, config.save, saved=None)
-    checkpointer.begin(backend, parts={}, first=1, total=100)
+    checkpointer.begin(trainer, parts={}, first=1, total=100)
     checkpointer.save(progress)
 """
 
@@ -41,11 +41,11 @@ class Checkpointer:
         self._took = 0.0  # seconds of the writes that finished since the last call of `times`
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def begin(self, backend: Trainer, parts: Mapping[str, Any], *, first: int, total: int) -> None:
-        """Set what is saved: the backend, and `parts` that have state of their own. Raises if the disk has no room for
+    def begin(self, trainer: Trainer, parts: Mapping[str, Any], *, first: int, total: int) -> None:
+        """Set what is saved: the trainer, and `parts` that have state of their own. Raises if the disk has no room for
         one checkpoint, provided that the steps `first` to `total` save one.
         """
-        self._backend, self._parts, self._total = backend, parts, total
+        self._trainer, self._parts, self._total = trainer, parts, total
         if due := sum(self.due(step) for step in range(first, total + 1)):
             needed, keep = self._bytes(), self.options.keep
             checkpoint.require_room(self.folder, needed)
@@ -68,7 +68,7 @@ class Checkpointer:
             checkpoint.require_room(self.folder, self._bytes())
             files: Iterable[File] = self._files(progress, copy=copy)
             files = list(files) if copy else files
-            weights = [(name, shape) for name, shape, _ in self._backend.weight_shapes()]
+            weights = [(name, shape) for name, shape, _ in self._trainer.weight_shapes()]
             keep, best = self.options.keep, progress.best_step
             write = partial(checkpoint.write, self.folder, progress.step, files, weights, keep=keep, best=best)
             del files  # the writer may free their memory
@@ -110,20 +110,20 @@ class Checkpointer:
 
     def _files(self, progress: Progress, *, copy: bool) -> Iterator[File]:
         """The files to write: with `copy` from copies in main memory; without, tensors are read while writing."""
-        yield from self._backend.model_files(copy=copy)
-        yield "", partial(checkpoint.copy_processor, self._backend.family)
-        states = {"state": self._backend} | {f"state/{name}": part for name, part in self._parts.items()}
+        yield from self._trainer.model_files(copy=copy)
+        yield "", partial(checkpoint.copy_processor, self._trainer.family)
+        states = {"state": self._trainer} | {f"state/{name}": part for name, part in self._parts.items()}
         for place, one in states.items():
             for path, writer in one.state_files(copy=copy):
                 yield f"{place}/{path}", writer
         yield "state/progress.json", text_file(json.dumps(asdict(progress), indent=1))
 
     def _bytes(self) -> int:
-        return sum(one.saved_bytes() for one in (self._backend, *self._parts.values()))
+        return sum(one.saved_bytes() for one in (self._trainer, *self._parts.values()))
 
     def _fits(self) -> bool:
         needed = self._bytes()
-        free = devices.free_host_bytes() + self._backend.spare_bytes()
+        free = devices.free_host_bytes() + self._trainer.spare_bytes()
         fits = needed <= LARGEST_SHARE * free
         if not fits and not self._warned:
             self._warned = True

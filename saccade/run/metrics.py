@@ -2,7 +2,7 @@
 
 Rewards, groups and advantages count live members (whose status is not excluded); lengths, turns and end reasons count
 all members, because a step whose answers were all excluded must show why. A greedy baseline (`trained` false) counts
-nowhere, unless a group holds nothing else. Knows nothing of losses or backends.
+nowhere, unless a group holds nothing else. Knows nothing of losses or trainers.
 
     >>> group_metrics([])
     {}

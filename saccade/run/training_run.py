@@ -1,7 +1,7 @@
 """Everything around a training loop: run folder, display, checkpoints, signals, and when the run ends.
 
 with Run(config, "rl", manifest) as run:
-    run.begin(100, backend, [data], parts={})
+    run.begin(100, trainer, [data], parts={})
     for step in run.steps():
         ...
         run.finish_step(replace(run.progress, step=step, stream=stream.state()), values, validation)
@@ -179,12 +179,12 @@ class Run:
 
     # -- before the first step --
 
-    def restore(self, backend: Trainer, streams: Mapping[str, Stream], parts: Mapping[str, Any]) -> None:
-        """Load the state of backend, streams and parts, if the run starts from a checkpoint. Streams and parts are
+    def restore(self, trainer: Trainer, streams: Mapping[str, Stream], parts: Mapping[str, Any]) -> None:
+        """Load the state of trainer, streams and parts, if the run starts from a checkpoint. Streams and parts are
         given by their names in it.
         """
         if self.start is not None:
-            backend.load_state(self.start / "state")
+            trainer.load_state(self.start / "state")
             for name, stream in streams.items():
                 stream.restore(getattr(self.progress, name))
             for name, part in parts.items():
@@ -204,14 +204,14 @@ class Run:
             names = ", ".join(changed)
             log.warning(f"data.val: {names} is not what it was up to step {self.step}; do not compare its scores")
 
-    def begin(self, total: int, backend: Trainer, sets: Iterable[Dataset], parts: Mapping[str, Any]) -> None:
+    def begin(self, total: int, trainer: Trainer, sets: Iterable[Dataset], parts: Mapping[str, Any]) -> None:
         """Everything is loaded: from here on, a signal saves a checkpoint before the run ends. Rows of `sets` that are
-        not used are listed in a file. `parts` have state that checkpoints save besides the backend's.
+        not used are listed in a file. `parts` have state that checkpoints save besides the trainer's.
         """
         self.total = total
-        self.checkpointer.begin(backend, parts, first=self.step + 1, total=total)
+        self.checkpointer.begin(trainer, parts, first=self.step + 1, total=total)
         device = replace(devices.present(self.config.run.device), count=self.config.run.gpus)
-        self.display.begin(total, devices.in_precision(device, self.config.model.dtype), backend.family)
+        self.display.begin(total, devices.in_precision(device, self.config.model.dtype), trainer.family)
         for dataset in sets:
             self.quarantine.record(dataset.aside)
         if threading.current_thread() is threading.main_thread():

@@ -42,7 +42,7 @@ class Update:
 
 
 class Trainer(Protocol):
-    """The interface of recipes to a model, in this process (`local.LocalBackend`) or on several GPUs."""
+    """The interface of recipes to a model, in this process (`local.LocalTrainer`) or on several GPUs."""
 
     model: Any  # for its names and shapes; the weights may be in other processes
     family: Family

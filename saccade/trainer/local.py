@@ -4,8 +4,8 @@ A forward runs on one forest; log-probs or values are read where targets are pre
 reference and a critic (`models/heads.py`) are each an instance. Knows nothing of rollouts, rewards
 or files other than its own state.
 
-    backend = LocalBackend(model, family, TrainConfig())
-    backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
+    trainer = LocalTrainer(model, family, TrainConfig())
+    trainer.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
 """
 
 import logging
@@ -46,7 +46,7 @@ RANDOM = "random.safetensors"
 Found = TypeVar("Found")
 
 
-class LocalBackend:
+class LocalTrainer:
     dp_size = 1  # number of data-parallel groups over which the forests of a step are dealt
     engine = None  # the recipe makes one over the same tensors
     retries_on_oom = True  # retry one that ran out of memory; False if other processes would wait for it
@@ -76,7 +76,7 @@ class LocalBackend:
         )
         self.optimizer: Optimizer | None = None
         self.averages: dict[str, Tensor] = {}  # of `blend`, fp32
-        self.follower: tuple[LocalBackend, float] | None = None  # (model, share) of the `blend` after every update
+        self.follower: tuple[LocalTrainer, float] | None = None  # (model, share) of the `blend` after every update
         if train is None:
             model.requires_grad_(False)
             return
@@ -184,7 +184,7 @@ class LocalBackend:
 
     def metrics_of(self, sums: Sequence[LossSums]) -> Metrics:
         """The metrics of the forests of this process."""
-        assert self.optimizer is not None, "this backend only scores"
+        assert self.optimizer is not None, "this trainer only scores"
         return to_metrics(sums, self.optimizer.total)
 
     # -- training --
@@ -206,7 +206,7 @@ class LocalBackend:
         A batch that runs out of memory is retried with every layer recomputed, then as two halves,
         whose gradients add up to the same.
         """
-        assert self.optimizer is not None, "this backend only scores"
+        assert self.optimizer is not None, "this trainer only scores"
         model_state.set_training(self.model)
         if self.optimizer.world > 1 and model_state.draws(self.model):
             # Ranks draw different numbers, and a resumed run draws the same without stored state.

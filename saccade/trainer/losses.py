@@ -1,6 +1,6 @@
 """Losses for `train_step`: each runs the forward of a forest and returns the function that computes its loss.
 
-backend.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
+trainer.train_step(batches, PolicyLoss(algorithm, Scoring(temperature=1.0)), lr=1e-6)
 """
 
 from collections.abc import Sequence

@@ -15,13 +15,13 @@ from saccade.forest.batch import Batch
 from saccade.models import lora
 from saccade.system.contents import File, host_copies, tensor_file
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 
 STATE = "adapters.safetensors"
 
 
 class AdapterReference:
-    def __init__(self, policy: LocalBackend) -> None:
+    def __init__(self, policy: LocalTrainer) -> None:
         self.policy = policy
         self.adapters: dict[str, Tensor] = {}  # adapters of an earlier step; empty: none
 
@@ -48,4 +48,4 @@ class AdapterReference:
 
 
 # What a KL term compares with: frozen, unless it follows the policy.
-Reference = LocalBackend | AdapterReference
+Reference = LocalTrainer | AdapterReference

@@ -73,9 +73,9 @@ def test_steps_of_a_tiny_model_do_what_is_asked(tmp_path, monkeypatch):
 
     from saccade.run.checkpointer import Checkpointer
     from saccade.run.training_run import Run
-    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.local import LocalTrainer
 
-    replaced = ((LocalBackend, "train_step"), (Run, "phase"), (Run, "save"), (Checkpointer, "due"))
+    replaced = ((LocalTrainer, "train_step"), (Run, "phase"), (Run, "save"), (Checkpointer, "due"))
     for owner, name in replaced:
         monkeypatch.setattr(owner, name, getattr(owner, name))
     options = ["--size", "tiny", "--work", "T1", "--steps", "2", "--result", str(tmp_path / "result.json")]
@@ -90,9 +90,9 @@ def test_steps_of_a_tiny_model_do_what_is_asked(tmp_path, monkeypatch):
 def test_the_clocks_of_an_update_are_at_methods_that_exist():
     from update import CLOCKED
 
-    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.local import LocalTrainer
 
-    assert [method for method in CLOCKED if not hasattr(LocalBackend, method)] == []
+    assert [method for method in CLOCKED if not hasattr(LocalTrainer, method)] == []
 
 
 def test_rows_have_the_length_that_the_work_asks_for(tmp_path):

@@ -23,7 +23,7 @@ from saccade.plugins.doctor import examine, look, machine, model_checks
 from saccade.plugins.doctor.agreement import rows_agree
 from saccade.plugins.families.tiny import TEMPLATE, build
 from saccade.system import devices
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from tests.endpoints import Says, scripted
 
 
@@ -164,7 +164,7 @@ def test_positions_that_are_not_the_models_own(family_of, load):
     family = family_of("qwen2_5_vl")
     other = replace(family, positions=lambda n, media: family.positions(n, media) * 2)
     model = load("qwen2_5_vl")
-    ((status, text, _),) = rows_agree(LocalBackend(model, other), EmbeddedEngine(model, other))
+    ((status, text, _),) = rows_agree(LocalTrainer(model, other), EmbeddedEngine(model, other))
     assert status == "failure" and "transformers" in text
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from saccade.config import TrainConfig
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Message
 from tests.engines.asked import NAME
 
@@ -27,7 +27,7 @@ def family(family_of):
 @pytest.fixture(scope="module")
 def trained(load, family):
     """A trainer with weights of its own."""
-    return LocalBackend(load(NAME), family, TrainConfig())
+    return LocalTrainer(load(NAME), family, TrainConfig())
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from saccade.forest.packing import pack
 from saccade.models.heads import find_logit_changes, language_head
 from saccade.models.load import load_model
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Message
 from tests.engines.asked import requests, trajectories, turn
 from tests.engines.decoders import KINDS, asked, build
@@ -48,7 +48,7 @@ def test_a_forest_is_rows_of_transformers(kind, made):
     answers = generate(EmbeddedEngine(model, family), requests)
     groups = [trajectories(requests[i : i + 2], answers[i : i + 2]) for i in (0, 2)]
     (batch,) = pack(groups, micro_tokens=1 << 20)
-    backend = LocalBackend(model, family, TrainConfig(), checkpointing=True)
+    backend = LocalTrainer(model, family, TrainConfig(), checkpointing=True)
     model.train()
     ours, _ = backend.score(batch, Scoring())
     banned = torch.from_numpy(family.banned)
@@ -141,7 +141,7 @@ def test_pictures_see_themselves_both_ways(kernels, family_of, load, stock, imag
     """As a family may say: in two turns of the engine, in the trainer, and in transformers with a mask of its own."""
     monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
     family, model = replace(family_of("llava"), blocks="all"), load("llava")
-    backend, banned = LocalBackend(model, family), torch.from_numpy(family.banned)
+    backend, banned = LocalTrainer(model, family), torch.from_numpy(family.banned)
     prompt = family.render([Message(role="user", parts=(image(56, 56, 1), "and", image(84, 56, 2), "?"))])
     engine = EmbeddedEngine(model, family)
     questions = [replace(r, episode=r.key) for r in requests([prompt, family.render(ask("no picture"))], repeats=2)]

@@ -10,7 +10,7 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine, sampling
 from saccade.forest.packing import pack
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, Sampling
 from tests.engines.asked import FREE, counted, head, play, requests, same, scripted, support_of, trajectories
 from tests.models.against import ask, ours, theirs
@@ -35,7 +35,7 @@ def test_log_probs_are_those_of_the_trainer(model, family, prompts, changes):
     group = trajectories(asked, answers)
     batches = pack([group], micro_tokens=150)
     assert len(batches) > 1
-    backend = LocalBackend(model, family)
+    backend = LocalTrainer(model, family)
     scored = backend.logprobs(batches, Scoring(temperature=how.temperature))
     for batch, (new, _) in zip(batches, scored, strict=True):
         assert np.abs(new - batch.rollout_logprobs).max() < 1e-5
@@ -118,7 +118,7 @@ def test_placeholders_and_ids_past_the_tokenizer_are_never_sampled(model, family
         assert not any(family.banned[a.ids].any() for a in answers)
         if temperature:  # the trainer's softmax has the same mask
             (batch,) = pack([trajectories(asked, answers)], micro_tokens=9999)
-            ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring())
+            ((new, _),) = LocalTrainer(model, family).logprobs([batch], Scoring())
             assert np.abs(new - batch.rollout_logprobs).max() < 1e-5
 
 
@@ -162,7 +162,7 @@ def test_the_trainer_agrees_on_all_but_the_hot_token(model, family, prompts):
     asked = requests(prompts, sampling, repeats=2)
     group = trajectories(asked, generate(EmbeddedEngine(model, family), asked))
     (batch,) = pack([group], micro_tokens=9999)
-    ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring(temperature=0.8))
+    ((new, _),) = LocalTrainer(model, family).logprobs([batch], Scoring(temperature=0.8))
     gap = np.abs(new - batch.rollout_logprobs)
     first = np.diff(batch.sequence, prepend=-1) > 0
     assert gap[~first].max() < 1e-5 < 1e-2 < gap[first].max() and np.isfinite(new).all()

@@ -10,7 +10,7 @@ from saccade.config import TrainConfig
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.errors import EnvironmentProblem, TrainingError
 from saccade.plugins.engines import parity
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, Sample, Sampling
 from tests.engines import asked
 from tests.engines.copies import CopyEngine, remembering
@@ -76,7 +76,7 @@ def test_a_frozen_tower_is_probed_as_well(load, copy, family, samples):
     model = load(NAME)
     for name, p in model.named_parameters():
         p.requires_grad_(family.tower_of(name) == "llm")
-    found = probe(CopyEngine(copy, family), LocalBackend(model, family, TrainConfig()), samples)
+    found = probe(CopyEngine(copy, family), LocalTrainer(model, family, TrainConfig()), samples)
     assert found.by_weight > 0.01
 
 
@@ -162,7 +162,7 @@ def test_a_wrong_engine_is_refused_with_the_cause(trained, copy, family, samples
 
 def test_text_alone_is_probed_with_a_weight_of_the_decoder(family_of, load, samples):
     family = family_of("qwen3")
-    backend = LocalBackend(load("qwen3"), family, TrainConfig())
+    backend = LocalTrainer(load("qwen3"), family, TrainConfig())
     found = probe(CopyEngine(load("qwen3"), family), backend, samples[:1])
     assert found.by_picture is None and found.by_weight > 0.01 and found.gap < 1e-5
     assert "parity/by_picture" not in found.metrics()
@@ -178,7 +178,7 @@ def test_a_wide_limit_hides_no_stale_cache(trained, copy, family, samples):
 
 
 def test_weights_that_are_no_numbers(load, family, samples):
-    broken = LocalBackend(load(NAME), family, TrainConfig())
+    broken = LocalTrainer(load(NAME), family, TrainConfig())
     name, weight = next(iter(broken.weights()))
     weight.data[0, 0] = torch.nan
     with pytest.raises(TrainingError, match=f"log-probs are not finite, because {name} holds NaN"):

@@ -19,7 +19,7 @@ from saccade.models import lora  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
 from saccade.plugins.gpu import decode_state as fields  # noqa: E402
 from saccade.trainer import Scoring  # noqa: E402
-from saccade.trainer.local import LocalBackend  # noqa: E402
+from saccade.trainer.local import LocalTrainer  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402
 from tests.engines.asked import count_evictions, trajectories  # noqa: E402
 from tests.engines.asked import requests as requests_for  # noqa: E402
@@ -359,7 +359,7 @@ def test_log_probs_are_those_of_the_trainer(model, family, asked):
     answers = generate(EmbeddedEngine(model, family), asked)
     group = trajectories(asked, answers)
     (batch,) = pack([group], micro_tokens=99_999)
-    ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring())
+    ((new, _),) = LocalTrainer(model, family).logprobs([batch], Scoring())
     gap = np.abs(new - batch.rollout_logprobs)
     assert gap.mean() < 0.01 and gap.max() < 0.1
 

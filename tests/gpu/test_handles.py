@@ -12,7 +12,7 @@ from saccade.models import lora  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
 from saccade.plugins.engines import weights  # noqa: E402
 from saccade.plugins.engines.replicas.replica_pool import start_replicas  # noqa: E402
-from saccade.trainer.local import LocalBackend  # noqa: E402
+from saccade.trainer.local import LocalTrainer  # noqa: E402
 from saccade.types import Message, Sampling  # noqa: E402
 from tests.engines.asked import requests  # noqa: E402
 
@@ -34,7 +34,7 @@ def test_weights_are_read_from_the_trainer_and_again_after_each_update(family_of
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(1.02)
-            pool.update_weights(LocalBackend(model, family), version)
+            pool.update_weights(LocalTrainer(model, family), version)
             here, there = generate(EmbeddedEngine(model, family), asked), generate(pool, asked)
             assert [a.ids.tolist() for a in here] == [b.ids.tolist() for b in there]
             assert replica.direct and (version == 3) == bool(written)

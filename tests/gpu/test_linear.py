@@ -15,7 +15,7 @@ from saccade.forest.packing import pack  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
 from saccade.plugins.linear import delta_rule as rules  # noqa: E402
 from saccade.trainer import Scoring  # noqa: E402
-from saccade.trainer.local import LocalBackend  # noqa: E402
+from saccade.trainer.local import LocalTrainer  # noqa: E402
 from tests.engines import reference  # noqa: E402
 from tests.engines.asked import trajectories  # noqa: E402
 from tests.engines.decoders import asked, build  # noqa: E402
@@ -87,7 +87,7 @@ def test_a_forest_in_half_precision_rounds_no_more_than_its_rows(kind, tmp_path)
     found = []
     for dtype, budget in ((torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 1 << 20)):
         model, scores = load_model(family, dtype=dtype, device=DEVICE), []
-        backend = LocalBackend(model, family, TrainConfig(), checkpointing=True)
+        backend = LocalTrainer(model, family, TrainConfig(), checkpointing=True)
         for batch in pack(groups, micro_tokens=budget):
             new, _ = backend.score(batch, Scoring())
             new.float().sum().backward()

@@ -34,17 +34,17 @@ def test_a_rank_alone_trains_as_one_process_does(family_of, batches, nccl, layou
     from saccade.models.load import load_model
     from saccade.plugins.ranks.by_rows import ByRows
     from saccade.plugins.ranks.divided import DividedOptimizer
-    from saccade.plugins.ranks.sequence import SequenceBackend
-    from saccade.plugins.ranks.sharded import ShardedBackend
+    from saccade.plugins.ranks.sequence import SequenceTrainer
+    from saccade.plugins.ranks.sharded import ShardedTrainer
     from saccade.trainer import Scoring
-    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.local import LocalTrainer
     from saccade.trainer.losses import PolicyLoss
     from saccade.trainer.optimizer import Optimizer
 
     family, found = family_of(NAME), []
-    kinds = {"whole": LocalBackend, "sharded": ShardedBackend, "sequence": partial(SequenceBackend, size=1)}
+    kinds = {"whole": LocalTrainer, "sharded": ShardedTrainer, "sequence": partial(SequenceTrainer, size=1)}
     divided, fused = ByRows(torch.distributed.group.WORLD) if layout == "sharded" else None, []
-    for kind, optimizer, by_rows in ((LocalBackend, Optimizer, None), (kinds[layout], DividedOptimizer, divided)):
+    for kind, optimizer, by_rows in ((LocalTrainer, Optimizer, None), (kinds[layout], DividedOptimizer, divided)):
         model = load_model(family, dtype=dtype, device=DEVICE, by_rows=by_rows)
         fused.append([name for name, module in model.named_modules() if hasattr(type(module), "plain")])
         backend = kind(model, family, TrainConfig(eps=1e-3), optimizer=optimizer, checkpointing="auto")

@@ -18,7 +18,7 @@ from saccade.plugins.reward_models import reward_training  # noqa: E402
 from saccade.plugins.reward_models.learned_reward import LearnedReward  # noqa: E402
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, read_card  # noqa: E402
 from saccade.rewards.reward_sample import RewardSample  # noqa: E402
-from saccade.trainer.local import LocalBackend  # noqa: E402
+from saccade.trainer.local import LocalTrainer  # noqa: E402
 from saccade.types import Message  # noqa: E402
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -51,7 +51,7 @@ def asked(scenes):
 def scores(model, family, scenes):
     """Of a model that goes on training afterwards."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = LearnedReward(LocalBackend(model, family), model.score.card).score(asked(scenes))
+    found = LearnedReward(LocalTrainer(model, family), model.score.card).score(asked(scenes))
     for parameter in trained:
         parameter.requires_grad_(True)
     return found
@@ -64,7 +64,7 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(optimizer, tmp_path, sce
         for n, path in enumerate(pictures(scenes))
     ]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found, heads, collect = [], [], LocalBackend.model_files
+    found, heads, collect = [], [], LocalTrainer.model_files
 
     def noted(self, *, copy=False):
         found.append(scores(self.model, self.family, scenes))
@@ -74,10 +74,10 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(optimizer, tmp_path, sce
         heads.append({n: p.detach().cpu().clone() for n, p in self.model.score.named_parameters()})
         return update(self, *args, **options)
 
-    update = LocalBackend.take_step
+    update = LocalTrainer.take_step
     with monkeypatch.context() as patch:
-        patch.setattr(LocalBackend, "model_files", noted)
-        patch.setattr(LocalBackend, "take_step", counted)
+        patch.setattr(LocalTrainer, "model_files", noted)
+        patch.setattr(LocalTrainer, "take_step", counted)
         last = reward_training.run(
             {
                 "run.out": str(tmp_path), "run.device": DEVICE.type, "run.max_steps": STEPS, "model.path": word_model,
@@ -114,7 +114,7 @@ def test_memory_is_given_back_between_scorings_and_scores_stay(tmp_path):
     before = torch.cuda.memory_allocated()
     kept = scorer(offload=False, untrained=True)
     expected = kept.score(samples)
-    size = sum(p.numel() * p.element_size() for p in kept.backend.model.parameters())
+    size = sum(p.numel() * p.element_size() for p in kept.trainer.model.parameters())
     assert torch.cuda.memory_allocated() - before >= size > 2**23
     del kept
     gc.collect()

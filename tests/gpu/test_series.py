@@ -15,7 +15,7 @@ from saccade.models.files import SERIES_FILE  # noqa: E402
 from saccade.plugins.series.series_files import open_series  # noqa: E402
 from saccade.recipes import model_setup, rl  # noqa: E402
 from saccade.run.loggers import read_metrics  # noqa: E402
-from saccade.trainer.local import LocalBackend  # noqa: E402
+from saccade.trainer.local import LocalTrainer  # noqa: E402
 from saccade.types import Message, Request, Sampling  # noqa: E402
 
 LEADS, STEPS, RATE = 4, 2, 1e-3
@@ -62,14 +62,14 @@ def answers(model, family):
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_5_vl"])
 def test_two_steps_train_the_encoder_and_its_folder_answers_alike(name, optimizer, tmp_path, monkeypatch):
     run = options(tmp_path, model__path=f"tiny:{name}", train__optimizer=optimizer)
-    said, collect = [], LocalBackend.model_files
+    said, collect = [], LocalTrainer.model_files
 
     def noted(self, *, copy=False):
         said.append(answers(self.model, self.family))
         return collect(self, copy=copy)
 
     with monkeypatch.context() as patch:
-        patch.setattr(LocalBackend, "model_files", noted)
+        patch.setattr(LocalTrainer, "model_files", noted)
         rl.run(run)
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == STEPS and 0 < rows[-1]["reward/mean"] < 1

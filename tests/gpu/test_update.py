@@ -35,10 +35,10 @@ def batches(family_of, grow):
 def backend_of(family, dtype=torch.bfloat16, **options):
     from saccade.config import TrainConfig
     from saccade.models.load import load_model
-    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.local import LocalTrainer
 
     model = load_model(family, dtype=dtype, device=DEVICE)
-    return LocalBackend(model, family, TrainConfig(), **options)
+    return LocalTrainer(model, family, TrainConfig(), **options)
 
 
 def gradients(backend, batches, monkeypatch):
@@ -134,13 +134,13 @@ def test_frozen_towers_look_once_at_an_image(family_of, batches):
     from saccade.config import TrainConfig
     from saccade.models.load import freeze, load_model
     from saccade.trainer import Scoring
-    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.local import LocalTrainer
     from saccade.trainer.losses import PolicyLoss
 
     family = family_of(NAME)
     model = load_model(family, dtype=torch.bfloat16, device=DEVICE)
     freeze(model, family, "freeze:vision,projector")
-    backend = LocalBackend(model, family, TrainConfig())
+    backend = LocalTrainer(model, family, TrainConfig())
     calls = []
     model.model.visual.register_forward_hook(lambda *_: calls.append(1))
     first = backend.logprobs(batches, Scoring())

@@ -15,7 +15,7 @@ from saccade.forest.interface import segment_attention  # noqa: E402
 from saccade.forest.packing import pack  # noqa: E402
 from saccade.models.load import load_model  # noqa: E402
 from saccade.trainer import Scoring  # noqa: E402
-from saccade.trainer.local import LocalBackend  # noqa: E402
+from saccade.trainer.local import LocalTrainer  # noqa: E402
 from tests.engines.asked import trajectories  # noqa: E402
 from tests.engines.decoders import KINDS, asked, build  # noqa: E402
 from tests.gpu.test_engine import alike  # noqa: E402
@@ -98,6 +98,6 @@ def test_in_half_precision_log_probs_are_those_of_the_trainer(kind, family_of_ki
     answers = generate(engine, requests)
     groups = [trajectories(requests[i : i + 6], answers[i : i + 6]) for i in (0, 6, 12)]
     (batch,) = pack(groups, micro_tokens=99_999)
-    ((new, _),) = LocalBackend(model, family).logprobs([batch], Scoring())
+    ((new, _),) = LocalTrainer(model, family).logprobs([batch], Scoring())
     gap = np.abs(new - batch.rollout_logprobs)
     assert gap.mean() < 0.03, gap.max()

@@ -21,7 +21,7 @@ from saccade.recipes.to_trajectory import dialogue
 from saccade.run.checkpoint import copy_processor
 from saccade.system.contents import write_files
 from saccade.trainer import MODEL_SCORING
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Message, Request, Sample, Sampling
 
@@ -88,7 +88,7 @@ def rows_of(sample, family):
 
 def assert_forests_are_plain_rows(model, family, sample):
     """The media stand in the trunk once, the scores are those of single rows."""
-    forest, backend = forest_of(sample, family), LocalBackend(model, family)
+    forest, backend = forest_of(sample, family), LocalTrainer(model, family)
     assert len(forest.media) == len(sample.messages[0].media) and len(forest.keys) == 2
     ((together, _),) = backend.logprobs([forest], MODEL_SCORING)
     apart = [backend.logprobs([row], MODEL_SCORING)[0][0] for row in rows_of(sample, family)]
@@ -151,7 +151,7 @@ def adapted_and_exported(family, model, folder):
     lora.add(model, family, LoraConfig(rank=2), seed=0)
     sample = Sample(id="s", messages=(*ask(proof.noise(90, 64, 5), "What?"), Message(role="assistant", parts=("It.",))))
     batches = select.write_supervision(pack([dialogue(sample, family, "assistant")], micro_tokens=4096))
-    backend = LocalBackend(model, family, TrainConfig())
+    backend = LocalTrainer(model, family, TrainConfig())
     losses = [
         backend.train_step(batches, PolicyLoss(SUPERVISED, MODEL_SCORING), lr=1e-2).metrics.means()["policy/loss"]
         for _ in range(3)

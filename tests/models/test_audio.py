@@ -16,7 +16,7 @@ from saccade.media.kinds import decode
 from saccade.plugins.media import sounds
 from saccade.recipes.sft import SUPERVISED
 from saccade.trainer import MODEL_SCORING
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from tests.models.against import CPU, ask, assert_forests_are_plain_rows, noise, ours, pair, rows_of, theirs
 
@@ -127,7 +127,7 @@ def test_rows_with_sound_train_in_forests_and_reach_the_tower(family, load):
     assert_forests_are_plain_rows(load("qwen2_audio"), family, sample)
     learning = load("qwen2_audio")
     before = learning.base_model.audio_tower.conv1.weight.detach().clone()
-    backend, row = LocalBackend(learning, family, TrainConfig(lr=1e-3)), rows_of(sample, family)[1:]
+    backend, row = LocalTrainer(learning, family, TrainConfig(lr=1e-3)), rows_of(sample, family)[1:]
     losses = []
     for _ in range(4):
         update = backend.train_step(select.write_supervision(row), PolicyLoss(SUPERVISED, MODEL_SCORING), lr=1e-2)

@@ -14,7 +14,7 @@ from saccade.models.load import describe_trained, load_model
 from saccade.plugins.families.tiny import build
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe"])
@@ -47,7 +47,7 @@ def test_adapters_sit_in_the_attention_and_the_run_says_so(load, family_of, grow
     )
     for parameter in lora.adapters(model).values():
         parameter.data += 0.1
-    backend = LocalBackend(model, family, TrainConfig())
+    backend = LocalTrainer(model, family, TrainConfig())
     write_files(tmp_path, backend.model_files())  # merged, every expert a tensor of its own as on the hub
     merged = AutoModelForCausalLM.from_pretrained(tmp_path)
     names = (tmp_path / "model.safetensors").read_bytes()[:20_000]

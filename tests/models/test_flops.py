@@ -19,7 +19,7 @@ from saccade.models.load import freeze
 from saccade.plugins.estimate import flops, shapes
 from saccade.plugins.estimate.batch_plan import empty_model
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, Message, Sample, Source, Trajectory
 from tests.models.against import ask, forest_of, noise, pair
@@ -84,7 +84,7 @@ def counted(family_of, monkeypatch):
 
     def run(model, name, batch, *, train=True, checkpointing=False):
         model.set_experts_implementation("eager")  # the counter does not know grouped products
-        backend = LocalBackend(model, family_of(name), TrainConfig(), checkpointing=checkpointing)
+        backend = LocalTrainer(model, family_of(name), TrainConfig(), checkpointing=checkpointing)
         loss = PolicyLoss(ALGORITHM, SCORING)
         # The fused kernel of the CPU is not seen by the counter; plain products are.
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, monkeypatch.context() as patched:

@@ -29,7 +29,7 @@ from saccade.plugins.linear.torch_step import chunk_gradients
 from saccade.plugins.ranks.layouts import require_heads
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from tests.engines.asked import same, trajectories
 from tests.engines.decoders import asked, build
 from tests.models import against
@@ -172,7 +172,7 @@ def test_adapters_and_recomputation(made, tmp_path):
         parameter.data += 0.1 * torch.randn(parameter.shape)
     found = []
     for checkpointing in (False, True):
-        backend = LocalBackend(model, family, TrainConfig(), checkpointing=checkpointing)
+        backend = LocalTrainer(model, family, TrainConfig(), checkpointing=checkpointing)
         assert [len(kind.layers) for kind in backend.recompute.kinds] == [2, 1]  # each keeps as much as it keeps
         model.train().zero_grad()
         scores, _ = backend.score(batch, Scoring())

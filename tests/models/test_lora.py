@@ -17,7 +17,7 @@ from saccade.models import lora
 from saccade.models.load import load_model
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.reference import AdapterReference
 from tests.models.against import CPU, ask, ours, theirs
 
@@ -63,7 +63,7 @@ def forests(family_of, grow):
 
 
 def scores(model, family, batches):
-    backend = LocalBackend(model, family)
+    backend = LocalTrainer(model, family)
     return np.concatenate([new for new, _ in backend.logprobs(batches, Scoring())])
 
 
@@ -125,7 +125,7 @@ def test_a_fresh_or_silent_adapter_is_the_base_model(adapted, load, family_of, f
 
 def test_a_reference_is_the_policy_without_adapters_or_with_older_ones(adapted, load, family_of, forests, tmp_path):
     family, batches = family_of(VISION), forests(VISION)
-    policy = LocalBackend(adapted(VISION), family, TrainConfig())
+    policy = LocalTrainer(adapted(VISION), family, TrainConfig())
     reference = AdapterReference(policy)
 
     def read(who):

@@ -28,7 +28,7 @@ from saccade.models.load import hidden_states, load_model
 from saccade.plugins.media import videos
 from saccade.recipes.sft import SUPERVISED
 from saccade.trainer import MODEL_SCORING
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from tests.models.against import (
     CPU,
@@ -135,7 +135,7 @@ PAIR = pair(PICTURES[0], SOUNDS[1], FILMS[1], "what?")
 
 def test_gradients_of_a_forest_are_those_of_transformers_on_rows(family, load, monkeypatch):
     assert_forests_are_plain_rows(load(NAME), family, PAIR)
-    backend = LocalBackend(load(NAME), family, TrainConfig())
+    backend = LocalTrainer(load(NAME), family, TrainConfig())
     seen = {}
     monkeypatch.setattr(backend.optimizer, "step", lambda lr, norm: seen.update(backend.optimizer.gradients))
     forest = select.write_supervision([forest_of(PAIR, family)])

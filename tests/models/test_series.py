@@ -24,7 +24,7 @@ from saccade.plugins.series.series_files import open_series
 from saccade.recipes.sft import SUPERVISED
 from saccade.system.contents import write_files
 from saccade.trainer import MODEL_SCORING, Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, Request, Sample, Sampling
 from tests.models.against import CPU, ask, assert_forests_are_plain_rows, pair, rows_of
@@ -158,12 +158,12 @@ def test_the_engine_answers_as_the_trainer_scores(plugged):
         for request, answer in zip(asked, answers, strict=True)
     ]
     batches = pack(groups, micro_tokens=4096)
-    ((scored, _),) = LocalBackend(model, family).logprobs(batches, Scoring())
+    ((scored, _),) = LocalTrainer(model, family).logprobs(batches, Scoring())
     sampled = np.concatenate([answer.logprobs for answer in answers])
     assert np.abs(scored - sampled).max() < 1e-4
     with torch.no_grad():
         model.series.inner.last.weight.neg_()
-    ((moved, _),) = LocalBackend(model, family).logprobs(batches, Scoring())
+    ((moved, _),) = LocalTrainer(model, family).logprobs(batches, Scoring())
     assert np.abs(moved - sampled).max() > 1e-3
 
 
@@ -177,7 +177,7 @@ def test_a_group_shares_its_series_and_gradients_reach_the_encoder(plugged):
     assert trainable_table(learning, family)["series"][0] > 0
     before = {n: p.detach().clone() for n, p in learning.series.named_parameters()}
     freeze(learning, family, "freeze:llm")
-    backend = LocalBackend(learning, family, TrainConfig())
+    backend = LocalTrainer(learning, family, TrainConfig())
     words = learning.get_input_embeddings().weight.detach().clone()
     rows, loss = select.write_supervision(apart), PolicyLoss(SUPERVISED, MODEL_SCORING)
     losses = [backend.train_step(rows, loss, lr=1e-2).metrics.means()["policy/loss"] for _ in range(6)]
@@ -195,7 +195,7 @@ def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, 
     family = plugged("qwen2")
     model = loaded(family, seed=3)
     assert not torch.equal(model.series.inner.first.weight, loaded(family).series.inner.first.weight)
-    write_files(tmp_path, LocalBackend(model, family).model_files())
+    write_files(tmp_path, LocalTrainer(model, family).model_files())
     assert hasattr(model, "series")
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["unexpected_keys"] and not info["missing_keys"]
@@ -211,7 +211,7 @@ def test_the_encoder_lies_beside_a_model_that_anybody_loads(plugged, family_of, 
     adapted = loaded(again)
     lora.add(adapted, again, LoraConfig(rank=2), seed=0)
     assert not any(p.requires_grad for p in adapted.series.parameters())
-    write_files(tmp_path / "merged", LocalBackend(adapted, again, TrainConfig()).model_files())
+    write_files(tmp_path / "merged", LocalTrainer(adapted, again, TrainConfig()).model_files())
     assert (tmp_path / "merged" / series_tower.SERIES_FILE).is_file()
     with pytest.raises(ConfigError, match="'series' matches no linear layer"):
         lora.add(loaded(again), again, LoraConfig(rank=2, targets="series"), seed=0)
@@ -229,7 +229,7 @@ def test_a_module_of_the_user_is_run_where_a_config_names_it(family_of, tmp_path
         family.render(ask(wave(4)))
     with pytest.raises(ConfigError, match=r"forward gave \[4, 64\], and by its tokens\(\) it is"):
         model.series(torch.zeros(2, 23), [23], [5])
-    write_files(tmp_path, LocalBackend(model, family).model_files())
+    write_files(tmp_path, LocalTrainer(model, family).model_files())
     plain = replace(family_of("qwen2"), path=str(tmp_path))
     with pytest.raises(ConfigError, match=r"a user's module; say where it is, such as model"):
         series_tower.plugged(plain, SeriesConfig())

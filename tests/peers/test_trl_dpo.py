@@ -12,7 +12,7 @@ from saccade.models.load import load_model
 from saccade.plugins.preferences.dpo import scored
 from saccade.plugins.preferences.pairs import compared
 from saccade.plugins.preferences.preference_losses import PreferenceLoss, of_step
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, replace
 
 pytest.importorskip("trl")
@@ -70,7 +70,7 @@ def test_loss_and_gradient_are_those_of_trl(name, scenes, word_model, trl_traine
 
     models = [load_model(family, dtype=torch.float32, device=torch.device("cpu")) for _ in range(2)]
     bend(models[1])
-    backend, reference = (LocalBackend(models[0], family, TrainConfig()), LocalBackend(models[1], family))
+    backend, reference = (LocalTrainer(models[0], family, TrainConfig()), LocalTrainer(models[1], family))
     batches = pack(groups, micro_tokens=30, whole=True)
     assert len(batches) > 1
     totals = scored(reference, batches)

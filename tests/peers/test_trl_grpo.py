@@ -17,7 +17,7 @@ from saccade.forest.packing import pack
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, Message, Sample
 from tests.algorithms.by_member import sampled
@@ -47,7 +47,7 @@ def ours(path, groups, old):
     family = load_family(path)
     family = replace(family, banned=np.zeros_like(family.banned))  # TRL bans nothing
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
-    backend = LocalBackend(model, family, TrainConfig())
+    backend = LocalTrainer(model, family, TrainConfig())
     row = AlgorithmConfig(
         preset="grpo", args={"std_eps": 1e-4}, kl=KLConfig(coef=0.0), old="recompute" if old is not None else "detach"
     )

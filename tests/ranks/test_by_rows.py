@@ -19,7 +19,7 @@ from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.plugins.ranks import by_rows
 from saccade.plugins.ranks.layouts import numbers_in
-from saccade.plugins.ranks.sharded import ShardedBackend
+from saccade.plugins.ranks.sharded import ShardedTrainer
 from saccade.system.contents import write_files
 from tests.ranks.processes import on_ranks
 from tests.ranks.test_divided import equal
@@ -64,7 +64,7 @@ def on_rank(rank: int, folder: Path, deep: str, tied: str) -> dict[str, Any]:
         most.append(held(model) + everything.nbytes)
 
     by_rows.all_gather = counted
-    backend = ShardedBackend(model, family)
+    backend = ShardedTrainer(model, family)
     found["most"] = max(most)
     write_files(folder / f"written-{rank}", backend.model_files(copy=True))
     if find_spec("peft"):

@@ -36,7 +36,7 @@ from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.system.contents import write_files
 from saccade.trainer import Loss, Scoring
 from saccade.trainer import optimizer as optimizers
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss, ValueLoss
 from saccade.trainer.optimizer import Optimizer
 from saccade.trainer.optimizer_files import load_optimizer, optimizer_file
@@ -101,8 +101,8 @@ SMALL = {"a": 9001, "b": 70, "c": 5000}  # numbers of parameters
 
 
 def made(
-    case: Case, family: Family, optimizer: type[Optimizer] = Optimizer, backend: type[LocalBackend] = LocalBackend
-) -> LocalBackend:
+    case: Case, family: Family, optimizer: type[Optimizer] = Optimizer, backend: type[LocalTrainer] = LocalTrainer
+) -> LocalTrainer:
     torch.backends.mkldnn.set_flags(True)  # a case in bf16 may have turned it off, see `same_kernels`
     model = fresh(family, case.dtype, case.packed)
     case.change(model, family)
@@ -123,13 +123,13 @@ def moved(model: Any, family: Family) -> None:
         parameter.data += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(place))
 
 
-def teacher_beside(student: Any) -> LocalBackend:
+def teacher_beside(student: Any) -> LocalTrainer:
     """Another model, where and as the student is."""
     moved(model := fresh(student.family, student.dtype), student.family)
     return type(student)(model, student.family, **({"size": student.size} if hasattr(student, "size") else {}))
 
 
-def train(backend: LocalBackend, case: Case, batches: list[Batch], steps: int = 2) -> Any:
+def train(backend: LocalTrainer, case: Case, batches: list[Batch], steps: int = 2) -> Any:
     """Gradients of the first step, the metrics of each, whether it was skipped, and the weights after all that are not
     packed.
     """

@@ -20,11 +20,11 @@ from saccade.forest.batch import Batch
 from saccade.models.families import load_family
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.plugins.ranks.machines import HOST, grid
-from saccade.plugins.ranks.sharded import HybridBackend, ShardedBackend
+from saccade.plugins.ranks.sharded import HybridTrainer, ShardedTrainer
 from saccade.plugins.reward_models.reward_losses import judgements
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from tests.ranks import test_divided as divided
 from tests.ranks import test_sharded as sharded
 from tests.ranks.test_divided import VISION, Case, equal, made, require_same_training
@@ -51,22 +51,22 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     except EnvironmentProblem as error:
         found["uneven"] = str(error)
     os.environ[HOST] = f"machine-{rank % 2}"  # ranks of a machine need not be neighbours
-    make = partial(made, family=family, optimizer=DividedOptimizer, backend=HybridBackend)
+    make = partial(made, family=family, optimizer=DividedOptimizer, backend=HybridTrainer)
     for name, case in CASES.items():
         backend, parts = make(case), divided.dealt(name, forests, CASES)
         trained = divided.train(backend, case, parts[rank])
         optimizer: Any = backend.optimizer
         found[name] = *trained, optimizer.same_everywhere()
     write_files(folder / "lora", backend.model_files(copy=True))
-    write_files(folder / f"average-{rank}", sharded.averaged(family, HybridBackend).state_files())
-    mine, reference = forests[VISION][:rank], HybridBackend(divided.fresh(family, torch.float32), family)
+    write_files(folder / f"average-{rank}", sharded.averaged(family, HybridTrainer).state_files())
+    mine, reference = forests[VISION][:rank], HybridTrainer(divided.fresh(family, torch.float32), family)
     found["read"] = reference.logprobs(mine, Scoring()), judgements(reference, mine, sharded.VERDICTS)
     first = make(CASES["critic"])
     batches = divided.dealt("critic", forests, CASES)[rank]
     divided.train(first, CASES["critic"], batches, steps=2)
     write_files(folder / "hybrid", first.state_files())
     dist.barrier()
-    other = make(CASES["critic"], backend=ShardedBackend)
+    other = make(CASES["critic"], backend=ShardedTrainer)
     other.load_state(folder / "hybrid")
     write_files(folder / "sharded", other.state_files())
     dist.barrier()
@@ -105,9 +105,9 @@ def test_an_average_a_reference_and_verdicts_of_a_reward_are_those_of_one_proces
     results: Any, family_of: Any, forests: Any, tmp_path: Path
 ) -> None:
     """Ranks read none to three forests."""
-    write_files(tmp_path, sharded.averaged(family_of(VISION), LocalBackend).state_files())
+    write_files(tmp_path, sharded.averaged(family_of(VISION), LocalTrainer).state_files())
     assert equal(*(load_file(place / "weights.safetensors") for place in (results[2] / "average-0", tmp_path)))
-    alone, mine = LocalBackend(divided.fresh(family_of(VISION), torch.float32), family_of(VISION)), forests[VISION][:3]
+    alone, mine = LocalTrainer(divided.fresh(family_of(VISION), torch.float32), family_of(VISION)), forests[VISION][:3]
     wanted = alone.logprobs(mine, Scoring()), judgements(alone, mine, sharded.VERDICTS)
     for rank, found in enumerate(results[1]):
         for read, expected in zip(found["read"], wanted, strict=True):

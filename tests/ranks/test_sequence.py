@@ -26,7 +26,7 @@ from saccade.plugins.imitation.imitation_sources import teacher_of
 from saccade.plugins.preferences.preference_losses import PreferenceLoss
 from saccade.plugins.ranks.divided import DividedOptimizer
 from saccade.plugins.ranks.machines import HOST
-from saccade.plugins.ranks.sequence import HybridSequence, bounds_of, rank_backend, stretch
+from saccade.plugins.ranks.sequence import HybridSequence, bounds_of, stretch, trainer_class
 from saccade.recipes import rl
 from saccade.trainer import Scoring
 from saccade.trainer.losses import PolicyLoss, ValueLoss
@@ -79,7 +79,7 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
 
     def backend(name: str) -> Any:
         options, case = TrainConfig(sequence_parallel=size_of(name), layout=LAYOUTS.get(name, "whole")), CASES[name]  # type: ignore[arg-type]
-        return made(case, families[case.family], DividedOptimizer, rank_backend(options))  # type: ignore[arg-type]
+        return made(case, families[case.family], DividedOptimizer, trainer_class(options))  # type: ignore[arg-type]
 
     for name, case in CASES.items():
         parts = divided.dealt(name, forests, CASES)

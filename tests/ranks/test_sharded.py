@@ -22,7 +22,7 @@ from saccade.models.families import Family, load_family
 from saccade.plugins.offload import host_state
 from saccade.plugins.ranks import team
 from saccade.plugins.ranks.divided import DividedOptimizer
-from saccade.plugins.ranks.sharded import ShardedBackend
+from saccade.plugins.ranks.sharded import ShardedTrainer
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import judgements
@@ -30,7 +30,7 @@ from saccade.recipes import rl
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring
 from saccade.trainer import optimizer as optimizers
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.optimizer import Optimizer
 from tests.ranks import full_rank
 from tests.ranks import test_divided as divided
@@ -51,10 +51,10 @@ CASES |= {
 }
 
 
-def averaged(family: Family, backend: type[LocalBackend]) -> LocalBackend:
+def averaged(family: Family, backend: type[LocalTrainer]) -> LocalTrainer:
     """A reference in bf16 that followed another model twice."""
     case = Case(dtype=torch.bfloat16, change=divided.moved)
-    policy = made(case, family, Optimizer if backend is LocalBackend else DividedOptimizer, backend)
+    policy = made(case, family, Optimizer if backend is LocalTrainer else DividedOptimizer, backend)
     average = backend(divided.fresh(family, torch.bfloat16), family)
     for _ in range(2):
         average.blend(policy.local_weights(), 0.25)
@@ -66,7 +66,7 @@ def averaged(family: Family, backend: type[LocalBackend]) -> LocalBackend:
 
 def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, list[Batch]]) -> dict[str, Any]:
     families = {name: load_family(path) for name, path in paths.items()}
-    make = partial(made, optimizer=DividedOptimizer, backend=ShardedBackend)
+    make = partial(made, optimizer=DividedOptimizer, backend=ShardedTrainer)
     host_state.CHUNK, found = 4096, dict[str, Any]()  # of which a parameter may have many
     for name, case in CASES.items():
         optimizers.LARGE = 1 if name == "recomputed" else 8_000_000  # every gradient is added by a hook
@@ -79,10 +79,10 @@ def on_rank(rank: int, folder: Path, paths: dict[str, str], forests: dict[str, l
     family = families[VISION]
     found["resumed"] = divided.resumed(folder / "files", rank, CASES["critic"], make, family, forests)
     attach_reward(probe := divided.fresh(family, torch.float32), RewardHead(like=probe, card=PROBE, seed=0))
-    write_files(folder / "probe", ShardedBackend(probe, family).model_files(copy=True))
-    average = averaged(family, ShardedBackend)
+    write_files(folder / "probe", ShardedTrainer(probe, family).model_files(copy=True))
+    average = averaged(family, ShardedTrainer)
     write_files(folder / f"average-{rank}", average.state_files())
-    again = ShardedBackend(divided.fresh(family, torch.bfloat16), family)
+    again = ShardedTrainer(divided.fresh(family, torch.bfloat16), family)
     dist.barrier()
     again.load_state(folder / "average-0")
     found["average"] = [
@@ -130,7 +130,7 @@ def test_what_is_gathered_is_written_once(results: Any, tensors: Any, family_of:
 
 def test_a_sharded_average_is_that_of_one_process(results: Any, family_of: Any, tmp_path: Path) -> None:
     _, ranks, folder = results
-    wanted = averaged(family_of(VISION), LocalBackend)
+    wanted = averaged(family_of(VISION), LocalTrainer)
     write_files(tmp_path, wanted.state_files())
     assert equal(*(load_file(place / "weights.safetensors") for place in (folder / "average-0", tmp_path)))
     assert [rank["average"] for rank in ranks] == [[True, True, wanted.saved_bytes()]] * 2

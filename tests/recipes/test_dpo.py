@@ -53,7 +53,7 @@ def test_the_reference_is_scored_once_and_for_all(tmp_path, config, numbers, mon
     rows = map(json.loads, Path(config(tmp_path)["data.train"]).read_text().splitlines())
     different = {(*row["images"], row["chosen"]) for row in rows}
     assert len(json.loads(cache.read_text())) == len(different) > 28
-    monkeypatch.setattr(dpo, "LocalBackend", None)  # nothing is left to score
+    monkeypatch.setattr(dpo, "LocalTrainer", None)  # nothing is left to score
     dpo.run(config(tmp_path, run__name="second", run__max_steps=2))
     assert numbers(tmp_path / "first") == numbers(tmp_path / "second")
 

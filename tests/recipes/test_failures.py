@@ -20,7 +20,7 @@ from saccade.recipes.failures import check_mismatch
 from saccade.rollout import scoring
 from saccade.run.checkpoint import complete_steps
 from saccade.run.loggers import read_metrics
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Metrics
 
 
@@ -145,7 +145,7 @@ def test_a_full_gpu_says_what_makes_room(rl_config, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 260 MiB. GPU 0 has")
 
-    monkeypatch.setattr(LocalBackend, "train_step", full)
+    monkeypatch.setattr(LocalTrainer, "train_step", full)
     with pytest.raises(EnvironmentProblem, match=r"Tried to allocate 260 MiB after step 0.*estimate"):
         rl.run(rl_config(tmp_path))
     assert "Tried to allocate 260 MiB" in (tmp_path / "run" / "log.txt").read_text()

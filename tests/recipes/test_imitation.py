@@ -22,7 +22,7 @@ from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.recipes import questions, rl, sft
 from saccade.recipes.to_trajectory import document
 from saccade.trainer import MODEL_SCORING
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Message, Sample, replace
 
@@ -142,7 +142,7 @@ def test_the_gradients_of_both_terms_add_up(word_model, scenes):
     norms, metrics = [], []
     for step in (supervised, imitated, [*supervised, *imitated]):
         model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
-        backend = LocalBackend(model, family, TrainConfig())
+        backend = LocalTrainer(model, family, TrainConfig())
         found = backend.train_step(step, PolicyLoss(sft.SUPERVISED, MODEL_SCORING), lr=0.0).metrics.means()
         norms.append(found["policy/grad_norm"])
         metrics.append(found)

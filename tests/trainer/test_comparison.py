@@ -19,7 +19,7 @@ from saccade.plugins.preferences.preference_losses import (
     PreferenceLoss,
     of_step,
 )
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Group, Message, Sample
 
 NLL, Z = 0.3, 0.05
@@ -97,7 +97,7 @@ def test_any_partition_has_the_gradient_of_padded_pairs(name, groups, family, lo
     inputs = padded(family, [t for group in groups for t in group.trajectories], torch.float32)
     wanted = stock_loss(inputs, stock(FAMILY), groups, name)
     whole = torch.stack([g.norm() for g in wanted[1].values()]).norm()
-    backend = LocalBackend(load(FAMILY), family, TrainConfig())
+    backend = LocalTrainer(load(FAMILY), family, TrainConfig())
     sizes = []
     for budget in (10_000, 1):  # one forest, every pair by itself
         batches = packed(groups, family, budget)
@@ -131,7 +131,7 @@ def test_what_was_said_before_is_not_trained(groups, family):
 
 
 def test_running_out_of_memory_divides_a_forest_between_pairs(groups, family, load, monkeypatch):
-    backend, batches, read = LocalBackend(load(FAMILY), family, TrainConfig()), packed(groups, family, 10_000), []
+    backend, batches, read = LocalTrainer(load(FAMILY), family, TrainConfig()), packed(groups, family, 10_000), []
     row = of_step(PreferenceLoss(loss="dpo", options={}), batches)
     whole = backend.train_step(batches, row, lr=0.0).metrics.means()
     plain = PreferenceLoss.forward

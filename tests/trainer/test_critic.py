@@ -10,7 +10,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.models.heads import attach_score
 from saccade.system.contents import write_files
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import ValueLoss
 from saccade.types import Group, Trajectory
 from tests.trainer.test_forest_gradient import with_columns
@@ -28,7 +28,7 @@ def critic(family_of, load):
         attach_score(model, seed=0)
         with torch.no_grad():
             model.score.weight.mul_(10)
-        return LocalBackend(model, family_of(name), config, **options)
+        return LocalTrainer(model, family_of(name), config, **options)
 
     return made
 
@@ -132,7 +132,7 @@ def test_gradients_of_a_forest_are_those_of_each_member_alone(
 
 def test_weights_of_another_model_are_refused(critic, family_of, load, tmp_path):
     write_files(tmp_path, [critic("qwen3").weight_file()])
-    plain = LocalBackend(load("qwen3"), family_of("qwen3"))
+    plain = LocalTrainer(load("qwen3"), family_of("qwen3"))
     with pytest.raises(EnvironmentProblem, match=r"unexpected: score\.weight"):
         plain.load_weights(tmp_path)
     write_files(tmp_path, [plain.weight_file()])
@@ -147,16 +147,16 @@ def test_weights_of_another_model_are_refused(critic, family_of, load, tmp_path)
 def test_a_moving_average_arrives_however_small_its_steps(family_of, load, tmp_path, dtype):
     """Steps of 1 % of a gap of 2 % are far below the spacing of bf16 numbers (0.4 %)."""
     family = family_of("qwen3")
-    policy = LocalBackend(load("qwen3", dtype), family)
+    policy = LocalTrainer(load("qwen3", dtype), family)
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.02)
-    start = {n: p.double() for n, p in LocalBackend(load("qwen3", dtype), family).weights()}
-    reference = LocalBackend(load("qwen3", dtype), family)
+    start = {n: p.double() for n, p in LocalTrainer(load("qwen3", dtype), family).weights()}
+    reference = LocalTrainer(load("qwen3", dtype), family)
     for step in range(60):
         reference.blend(policy.weights(), 0.01)
         if step == 30:  # stored and restored half-way, in bf16 with the fp32 averages
-            before, reference = reference, LocalBackend(load("qwen3", dtype), family)
+            before, reference = reference, LocalTrainer(load("qwen3", dtype), family)
             write_files(tmp_path, [before.weight_file()])
             reference.load_weights(tmp_path)
             assert all(torch.equal(a, reference.averages[n]) for n, a in before.averages.items())

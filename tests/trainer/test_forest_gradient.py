@@ -13,7 +13,7 @@ from saccade.config import AlgorithmConfig, TrainConfig
 from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, Trajectory
 
@@ -115,7 +115,7 @@ def assert_same(got: Result, wanted: Result, limit: float) -> None:
 ])  # fmt: skip
 def test_random_trees(family_of, load, stock, grow, measured, wanted, keep_float64, name, images, dtype):
     family = family_of(name)
-    backend = LocalBackend(load(name, dtype), family, TrainConfig())
+    backend = LocalTrainer(load(name, dtype), family, TrainConfig())
     stock(name, dtype)
     for model in [stock(name, "float64"), *([backend.model] if dtype == "float64" else [])]:
         model.set_experts_implementation("eager")  # their grouped product knows no such type
@@ -143,7 +143,7 @@ def test_twelve_samples_in_any_partition_and_order(
     stock("qwen2_5_vl"), stock("qwen2_5_vl", "float64")
     keep_float64()
     theirs, exact = wanted("qwen2_5_vl", dtype, groups, columns)
-    backend = LocalBackend(model, family, TrainConfig(), checkpointing=checkpointing)
+    backend = LocalTrainer(model, family, TrainConfig(), checkpointing=checkpointing)
     single = [replace(g, trajectories=(t,)) for g in groups for t in g.trajectories]
     shuffled = [single[i] for i in rng.permutation(12)]
     partitions = {

@@ -16,7 +16,7 @@ from saccade.models.load import freeze
 from saccade.system.contents import write_files
 from saccade.trainer import Scoring, local
 from saccade.trainer.forward_inputs import FeatureCache
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Media, MediaSpan
 
@@ -53,7 +53,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_scoring_agrees_with_training_and_knows_the_ban(family_of, load, batches):
-    backend = LocalBackend(load(NAME), family_of(NAME))
+    backend = LocalTrainer(load(NAME), family_of(NAME))
     ((new, entropy), _) = backend.logprobs(batches, SCORING)
     assert new.dtype == np.float32 and (new < 0).all() and (entropy > 0).all()
     ((free, _), _) = backend.logprobs(batches, Scoring(ban=False))
@@ -73,7 +73,7 @@ def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
 ):
     monkeypatch.setattr("saccade.trainer.optimizer.LARGE", large)
     model = load(NAME)
-    backend = LocalBackend(model, family_of(NAME), TrainConfig())
+    backend = LocalTrainer(model, family_of(NAME), TrainConfig())
     _, wanted = measured(backend, batches, POLICY)
     fired = []
 
@@ -92,7 +92,7 @@ def test_out_of_memory_in_the_middle_of_backward_leaves_nothing_behind(
 
 def test_a_backend_that_nobody_needs_gives_its_memory_back(family_of, load, batches, monkeypatch):
     monkeypatch.setattr("saccade.trainer.optimizer.LARGE", 1)  # every gradient is added by a hook
-    backend = LocalBackend(load(NAME), family_of(NAME), TrainConfig())
+    backend = LocalTrainer(load(NAME), family_of(NAME), TrainConfig())
     backend.train_step(batches, POLICY, lr=1e-4)
     left = [weakref.ref(backend.model), weakref.ref(backend.optimizer)]
     del backend
@@ -102,7 +102,7 @@ def test_a_backend_that_nobody_needs_gives_its_memory_back(family_of, load, batc
 
 def test_one_sequence_that_does_not_fit_is_an_error(family_of, load, batches):
     model = load(NAME)
-    backend = LocalBackend(model, family_of(NAME), TrainConfig())
+    backend = LocalTrainer(model, family_of(NAME), TrainConfig())
     model.model.language_model.layers[0].register_forward_pre_hook(out_of_memory_once)
     with pytest.raises(torch.OutOfMemoryError):
         backend.train_step(batches, POLICY, lr=0.0)
@@ -111,7 +111,7 @@ def test_one_sequence_that_does_not_fit_is_an_error(family_of, load, batches):
 def test_rows_without_media_teach_a_tower_that_trains_alone_nothing(family_of, load, batches, measured):
     family, model = family_of(NAME), load(NAME)
     freeze(model, family, "freeze:llm")
-    backend = LocalBackend(model, family, TrainConfig())
+    backend = LocalTrainer(model, family, TrainConfig())
     text, shown = batches
     assert not text.media and shown.media
     both, alone = (measured(backend, some, POLICY) for some in (batches, [shown]))
@@ -128,16 +128,16 @@ def test_a_restored_backend_continues_bit_for_bit(family_of, load, batches, tmp_
     family, config = family_of(NAME), TrainConfig(optimizer=kind)
     few = batches if dtype == "float32" else batches[:1]  # a CPU may be slow in bf16
 
-    def step(backend: LocalBackend) -> None:
+    def step(backend: LocalTrainer) -> None:
         assert not backend.train_step(few, POLICY, lr=1e-3).skipped
 
-    first = LocalBackend(load(NAME, dtype), family, config)
+    first = LocalTrainer(load(NAME, dtype), family, config)
     step(first)
     step(first)
     write_files(tmp_path, first.state_files())
     weights = snapshot(first.model)
     step(first)
-    second = LocalBackend(load(NAME, dtype), family, config)
+    second = LocalTrainer(load(NAME, dtype), family, config)
     second.model.load_state_dict(weights, strict=False)
     second.load_state(tmp_path)
     step(second)
@@ -161,7 +161,7 @@ def step(family_of, load, grow, measured):
             replace(b, scales=np.full(b.target_count, scale, np.float32)) for b in pack(groups, micro_tokens=budget)
         ]
         train = TrainConfig(aux_coef=coef)
-        backend = LocalBackend(load(name), family, train, checkpointing=checkpointing)
+        backend = LocalTrainer(load(name), family, train, checkpointing=checkpointing)
         return *measured(backend, batches, POLICY), batches
 
     return taken
@@ -247,7 +247,7 @@ def test_frozen_towers_look_once_at_an_image(family_of, load, batches):
     for train in ("freeze:vision,projector", "freeze:vision"):  # a projector that trains looks on
         model, calls = load(NAME), []
         freeze(model, family, train)
-        backend = LocalBackend(model, family, TrainConfig())
+        backend = LocalTrainer(model, family, TrainConfig())
         model.model.visual.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         scored = backend.logprobs(batches, SCORING)
         ref = [replace(b, ref_logprobs=new) for b, (new, _) in zip(batches, scored, strict=True)]
@@ -261,7 +261,7 @@ def test_a_reference_that_moves_looks_again(family_of, load, batches):
     family, policy, shown = family_of(NAME), load(NAME), batches[1:]
     with torch.no_grad():
         policy.model.visual.merger.mlp[2].weight.mul_(3)
-    reference, wanted = LocalBackend(load(NAME), family), LocalBackend(policy, family)
+    reference, wanted = LocalTrainer(load(NAME), family), LocalTrainer(policy, family)
     before = reference.logprobs(shown, SCORING)[0][0]
     reference.blend(policy.named_parameters(), 1.0)
     after = reference.logprobs(shown, SCORING)[0][0]

@@ -19,7 +19,7 @@ from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import RatingLoss, of_pairs, ratings, train_ratings
 from saccade.plugins.reward_models.reward_model_term import Learned, conversation_of
 from saccade.rewards.reward_sample import RewardSample, reward_sample
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, Sample
 
 FAMILY = "qwen2_5_vl"
@@ -67,7 +67,7 @@ def packed(samples, family, budget: int):
     return pack(groups, micro_tokens=budget, ends=True, whole=True)
 
 
-def states_of(backend: LocalBackend, sample: Sample) -> torch.Tensor:
+def states_of(backend: LocalTrainer, sample: Sample) -> torch.Tensor:
     """Hidden states of one row."""
     [alone] = packed([sample], backend.family, 100_000)
     return backend.hidden_at(alone, np.arange(alone.tokens))
@@ -76,7 +76,7 @@ def states_of(backend: LocalBackend, sample: Sample) -> torch.Tensor:
 @pytest.mark.parametrize("pooling", ["last", "mean", "attention"])
 def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
     model = model_of(family, pooling)
-    backend = LocalBackend(model, family)
+    backend = LocalTrainer(model, family)
     together = np.concatenate(ratings(backend, packed(samples, family, 100_000)))
     apart = np.concatenate(ratings(backend, packed(samples, family, 1)))
     np.testing.assert_allclose(together, apart, atol=1e-5)
@@ -101,7 +101,7 @@ def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
 def test_the_probed_block_is_read_through_the_final_norm(family, samples, probe) -> None:
     model = load_model(family, dtype=torch.float32, device=CPU)
     [batch] = packed(samples, family, 100_000)
-    inputs = LocalBackend(model, family)._inputs.get(batch)
+    inputs = LocalTrainer(model, family)._inputs.get(batch)
     decoder, outputs = model.get_decoder(), []
     for block in decoder.layers:
         block.register_forward_hook(lambda module, given, out: outputs.append(out[0]))
@@ -111,7 +111,7 @@ def test_the_probed_block_is_read_through_the_final_norm(family, samples, probe)
     read = decoder.norm(outputs[probe])[torch.from_numpy(batch.ends)]
     expected = head(read, torch.arange(len(read)), len(read))
     attach_reward(model, head)
-    [found] = ratings(LocalBackend(model, family), [batch])
+    [found] = ratings(LocalTrainer(model, family), [batch])
     np.testing.assert_allclose(found, expected.detach().numpy(), atol=1e-6)
     assert len(outputs) == 2 + len(decoder.layers) and 0 < found.min() < found.max() < 1
 
@@ -125,7 +125,7 @@ def test_pooling_reads_every_token_of_every_turn_and_nothing_else(family, sample
     ]
     sample = Sample(id="s", messages=asked, candidates=tuple(sides))
     model = model_of(family, "mean")
-    backend = LocalBackend(model, family)
+    backend = LocalTrainer(model, family)
     [found] = ratings(backend, packed([sample], family, 100_000))
     for side, scores in zip(sides, found, strict=True):
         read = judged("x", 0, asked, side, family)
@@ -144,7 +144,7 @@ def test_gradients_do_not_depend_on_packing(family, samples, keep_float64) -> No
     for budget in (1, 100_000):
         model = model_of(family, "attention", dtype=torch.float64, head="mlp", bounded=True, probe_layer=-2)
         keep_float64()
-        backend = LocalBackend(model, family, TrainConfig(lr=1e-3))
+        backend = LocalTrainer(model, family, TrainConfig(lr=1e-3))
         steps: list = []
         backend.take_step = lambda *a, b=backend, s=steps, **o: s.append(  # type: ignore[method-assign]
             {n: g.clone() for n, g in b.optimizer.gradients.items()}
@@ -190,7 +190,7 @@ def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(famil
 
     monkeypatch.setattr(learned_reward, "ratings", counted)
     card = RewardCard(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
-    model = LearnedReward(LocalBackend(model_of(family), family), card)
+    model = LearnedReward(LocalTrainer(model_of(family), family), card)
     waiting = Learned(lambda path: model)
     terms = [{"path": "p", "head": "a"}, {"path": "p", "head": "a", "normalise": True}]
     terms += [{"path": "p", "head": "b"}]

@@ -26,9 +26,9 @@ def family(family_of, request):
 @pytest.fixture(scope="module")
 def backend(load, family):
     """The trainer's side; tests may change its weights, as training does."""
-    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.local import LocalTrainer
 
-    return LocalBackend(load(family.name), family)
+    return LocalTrainer(load(family.name), family)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from saccade.models.load import load_model
 from saccade.plugins.families import tiny_kinds
 from saccade.plugins.families.proof import noise
 from saccade.plugins.media.videos import open_video
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, Sample, Sampling
 from tests.engines import asked
 
@@ -43,7 +43,7 @@ def agree(family, *pictures, **options):
     shown = (pictures, (large,)) if pictures else ((), ())
     messages = [Message(role="user", parts=("See\n", *media, "what?")) for media in shown]
     samples = [Sample(id=str(n), messages=(message,)) for n, message in enumerate(messages)]
-    backend = LocalBackend(load_model(family, dtype=torch.float32, device=torch.device("cpu")), family)
+    backend = LocalTrainer(load_model(family, dtype=torch.float32, device=torch.device("cpu")), family)
     with engine_of(family, **options) as engine:
         found = asked.probe(engine, backend, samples, sampling=Sampling(temperature=0.8, max_tokens=8))
     assert max(found.gap, found.restored) < 1e-5

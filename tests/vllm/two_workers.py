@@ -15,7 +15,7 @@ from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.plugins.families.tiny import build as build_model
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, Request, Sampling
 
 
@@ -36,7 +36,7 @@ def main(where):
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(1.05)
-        split.update_weights(LocalBackend(model, family), version)
+        split.update_weights(LocalTrainer(model, family), version)
         ours, theirs = generate(whole, [request])[0], generate(split, [request])[0]
         assert ours.ids.tolist() == theirs.ids.tolist()
         assert np.abs(ours.logprobs - theirs.logprobs).max() < 1e-4

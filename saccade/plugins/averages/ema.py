@@ -14,21 +14,21 @@ from saccade.models.families import Family
 from saccade.recipes import model_setup
 from saccade.run.checkpoint import copy_processor
 from saccade.system.contents import File
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 
 
 @dataclass(frozen=True)
 class Average:
-    backend: LocalBackend
+    trainer: LocalTrainer
 
     def saved_bytes(self) -> int:
-        return 2 * self.backend.saved_bytes()
+        return 2 * self.trainer.saved_bytes()
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
         """The files to resume from (fp32 if the average is fp32), and a loadable model folder."""
-        yield from self.backend.state_files(copy=copy)
-        yield from self.backend.model_files(copy=copy)
-        yield "", partial(copy_processor, self.backend.family)
+        yield from self.trainer.state_files(copy=copy)
+        yield from self.trainer.model_files(copy=copy)
+        yield "", partial(copy_processor, self.trainer.family)
 
 
 def follow(

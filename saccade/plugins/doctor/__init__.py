@@ -123,9 +123,9 @@ def model_checks(config: Config) -> list[Check]:
     def loaded() -> tuple[Any, Any]:
         from saccade.recipes.engines import make_engine
         from saccade.recipes.model_setup import load_policy
-        from saccade.trainer.local import LocalBackend
+        from saccade.trainer.local import LocalTrainer
 
-        policy = LocalBackend(load_policy(config, family(), train="full"), family())
+        policy = LocalTrainer(load_policy(config, family(), train="full"), family())
         return policy, make_engine(embedded, policy)
 
     agreement = partial(import_module, "saccade.plugins.doctor.agreement")

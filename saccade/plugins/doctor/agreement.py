@@ -17,7 +17,7 @@ from saccade.plugins.engines import parity
 from saccade.plugins.families import proof
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Group, Message, Request, Sample, Sampling, Trajectory
 
 REPEATS = 2  # answers per prompt, which share it in a forest
@@ -35,16 +35,16 @@ def questions(family: Family) -> list[Sample]:
     return [Sample(id=str(n), messages=(Message(role="user", parts=(text,)),)) for n, text in enumerate(texts)]
 
 
-def rows_agree(backend: LocalBackend, engine: Engine) -> Iterator[tuple[str, ...]]:
+def rows_agree(trainer: LocalTrainer, engine: Engine) -> Iterator[tuple[str, ...]]:
     """Compare packed rows with transformers' own forward and with single rows. A family that uses the folder's own
     processor (`reader`) runs the comparisons of its proof instead.
     """
-    if backend.family.reader is not None:
-        for row in proof.comparisons(backend.model, backend.family):
+    if trainer.family.reader is not None:
+        for row in proof.comparisons(trainer.model, trainer.family):
             status = "warning" if row.kind else "failure"
             yield ("ok", str(row)) if row.agrees else (status, str(row), proof.INSTEAD)
         return
-    family, sampling = backend.family, Sampling(max_tokens=8, ignore_eos=True)
+    family, sampling = trainer.family, Sampling(max_tokens=8, ignore_eos=True)
     groups = []
     for sample in questions(family):
         prompt = family.render(sample.messages)
@@ -54,42 +54,42 @@ def rows_agree(backend: LocalBackend, engine: Engine) -> Iterator[tuple[str, ...
         groups.append(Group(sample=sample, trajectories=tuple(answers)))
     members = [member for group in groups for member in group.trajectories]
     alone = [Group(sample=groups[0].sample, trajectories=(member,)) for member in members]
-    packed = scores(backend, groups)
+    packed = scores(trainer, groups)
     if not np.isfinite(packed).all():
-        raise not_finite(backend.weights())
+        raise nonfinite_error(trainer.weights())
     ways = {
-        "transformers": by_transformers(backend, members),
-        "one by one": np.concatenate([scores(backend, [group]) for group in alone]),
+        "transformers": by_transformers(trainer, members),
+        "one by one": np.concatenate([scores(trainer, [group]) for group in alone]),
     }
     gaps = {way: float(np.abs(packed - found).mean()) for way, found in ways.items()}
-    limit = parity.LIMITS[str(backend.dtype).removeprefix("torch.")]
+    limit = parity.LIMITS[str(trainer.dtype).removeprefix("torch.")]
     text = ", ".join(f"{way} {gap:.2g}" for way, gap in gaps.items())
     text = f"log-probs of packed rows against {text} (mean gap, limit {limit:g})"
     yield ("ok", text) if max(gaps.values()) <= limit else ("failure", text, FIX)
 
 
-def scores(backend: LocalBackend, groups: Sequence[Group]) -> np.ndarray:
+def scores(trainer: LocalTrainer, groups: Sequence[Group]) -> np.ndarray:
     """Log-probs of all members, packed into one forest."""
     batches = pack(groups, micro_tokens=1 << 30)
-    return np.concatenate([logprobs for logprobs, _ in backend.logprobs(batches, Scoring())])
+    return np.concatenate([logprobs for logprobs, _ in trainer.logprobs(batches, Scoring())])
 
 
 @torch.no_grad()
-def by_transformers(backend: LocalBackend, members: Sequence[Trajectory]) -> np.ndarray:
+def by_transformers(trainer: LocalTrainer, members: Sequence[Trajectory]) -> np.ndarray:
     """Log-probs from transformers' own forward, with its attention and its positions."""
-    model, family, device = backend.model, backend.family, backend.device
+    model, family, device = trainer.model, trainer.family, trainer.device
     found = []
     model.eval().config._attn_implementation = "sdpa"  # type: ignore[union-attr]
     try:
         for member in members:
-            vision = dict(family.vision(member.media, device, backend.dtype))
+            vision = dict(family.vision(member.media, device, trainer.dtype))
             if vision and family.axes > 1:  # transformers derives multi-axis positions from these
                 kinds = (~family.chat.is_text(member.ids)).astype(int)
                 vision["mm_token_type_ids"] = torch.from_numpy(kinds)[None].to(device)
             ids = torch.from_numpy(member.ids)[None].to(device)
             logits = model(input_ids=ids, use_cache=False, **vision).logits[0].float()[:, : family.vocabulary]
-            if backend.banned is not None:
-                logits = logits.masked_fill(backend.banned, -torch.inf)
+            if trainer.banned is not None:
+                logits = logits.masked_fill(trainer.banned, -torch.inf)
             places = np.flatnonzero(member.policy_mask)
             found.append(logits.log_softmax(-1).cpu().numpy()[places - 1, member.ids[places]])
     finally:

@@ -24,7 +24,7 @@ from saccade.media.pixel_cache import DECODED
 from saccade.recipes.parts import rollout_sampling
 from saccade.run.quarantine import decode_error
 from saccade.trainer import Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Completion, Group, Media, Rendered, Request, Sample, Sampling, Source, Trajectory
 
 PROMPTS, NEW_TOKENS = 2, 16
@@ -64,7 +64,7 @@ class Parity:
         return {f"parity/{name}": value for name, value in asdict(self).items() if value is not None}
 
 
-def compare(config: Config, engine: Engine, policy: LocalBackend, samples: Sequence[Sample], *, version: int) -> Parity:
+def compare(config: Config, engine: Engine, policy: LocalTrainer, samples: Sequence[Sample], *, version: int) -> Parity:
     """Return the gaps; raises if one is too large."""
     return probe(
         engine,
@@ -79,7 +79,7 @@ def compare(config: Config, engine: Engine, policy: LocalBackend, samples: Seque
 
 def probe(
     engine: Engine,
-    policy: LocalBackend,
+    policy: LocalTrainer,
     samples: Sequence[Sample],
     *,
     sampling: Sampling,
@@ -117,7 +117,7 @@ def probe(
 @dataclass(frozen=True, kw_only=True)
 class _Bench:
     engine: Engine
-    policy: LocalBackend
+    policy: LocalTrainer
     sampling: Sampling
     limit: float
     replicas: int

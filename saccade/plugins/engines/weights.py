@@ -5,7 +5,7 @@ For other processes weights are written once, as safetensors in pieces of about 
 memory that is reused for the next update (kept_memory.py). Embedded engines that see the trainer's GPU read
 its own tensors instead.
 
-    with shared(backend, turn=version) as (offer, checksums): ...     # in the trainer
+    with shared(trainer, turn=version) as (offer, checksums): ...     # in the trainer
     load_by_name(model, Mapped(offer["paths"]))                       # in the engine's process
 """
 

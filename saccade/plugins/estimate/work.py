@@ -95,9 +95,9 @@ def passes(
     return work, again
 
 
-def meter(backend: Trainer, repeats: float) -> Meter:
+def meter(trainer: Trainer, repeats: float) -> Meter:
     """The meter of a trainer's model. `repeats`: share of the layers that recompute their activations."""
-    model, tower_of = backend.model, backend.family.tower_of
+    model, tower_of = trainer.model, trainer.family.tower_of
     if model not in METERS:
         trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
         training = flops.training_of(model, trained, tower_of)
@@ -139,8 +139,8 @@ def rl_work(
     return told
 
 
-def offline_work(backend: Trainer, batches: Sequence[Batch]) -> dict[str, float]:
-    useful, again = meter(backend, backend.recomputed_share()).train_step(batches)
+def offline_work(trainer: Trainer, batches: Sequence[Batch]) -> dict[str, float]:
+    useful, again = meter(trainer, trainer.recomputed_share()).train_step(batches)
     return {"flops/update": useful / TERA, "flops/recomputed": again / TERA}
 
 

@@ -162,7 +162,7 @@ def _compare(source: Path, out: Path, *, exact: bool) -> None:
     from saccade.plugins.doctor.agreement import questions
     from saccade.recipes.to_trajectory import dialogue
     from saccade.trainer import Scoring
-    from saccade.trainer.local import LocalBackend
+    from saccade.trainer.local import LocalTrainer
     from saccade.types import Message
 
     answer, results = Message(role="assistant", parts=("1 2 3 4 5 6 7 8 9",)), []
@@ -171,7 +171,7 @@ def _compare(source: Path, out: Path, *, exact: bool) -> None:
         model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
         asked = [replace(sample, messages=(*sample.messages, answer)) for sample in questions(family)]
         groups = [dialogue(sample, family, loss_on="all") for sample in asked]
-        scored = LocalBackend(model, family).logprobs(pack(groups, micro_tokens=1 << 30), Scoring(ban=False))
+        scored = LocalTrainer(model, family).logprobs(pack(groups, micro_tokens=1 << 30), Scoring(ban=False))
         results.append(np.concatenate([logprobs for logprobs, _ in scored]))
     gap = float(np.abs(results[0] - results[1]).max())
     if not gap <= (0.0 if exact else 0.5):

@@ -3,8 +3,8 @@
     loss of an update + train.sft_coef * mean of -log p over the tokens of its demonstrations
 
 demonstrations = Demonstrations(config, family, quarantine, updates=algorithm.updates_per_step)
-backend.train_step([*batches, *demonstrations.batches()], PolicyLoss(algorithm, scoring), lr=lr)
-update = backend.train_step(batches, DistillationLoss(teacher, kd_coef=0.4), lr=1e-5)
+trainer.train_step([*batches, *demonstrations.batches()], PolicyLoss(algorithm, scoring), lr=lr)
+update = trainer.train_step(batches, DistillationLoss(teacher, kd_coef=0.4), lr=1e-5)
 
 >>> reward_tagged(sample, "<reward {reward:.1f}>").messages[0].text
 'What is 1 + 1?<reward 1.0>'
@@ -45,7 +45,7 @@ from saccade.registry import HOOKS
 from saccade.run.quarantine import Quarantine
 from saccade.trainer import ForwardModel, Objective
 from saccade.trainer.forward_inputs import column
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Sample
 
 # -- demonstrations --------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def reward_of(sample: Sample) -> float:
 # -- a teacher: losses are computed in chunks, so no [tokens, vocabulary] tensor is stored -----------
 
 
-def teacher_of(config: Config, family: Family) -> LocalBackend:
+def teacher_of(config: Config, family: Family) -> LocalTrainer:
     """Load the teacher, which reads the same tokens and is never trained; refuses one with other tokens."""
     path = config.sft.teacher
     assert path is not None
@@ -128,7 +128,7 @@ def teacher_of(config: Config, family: Family) -> LocalBackend:
 class DistillationLoss:
     """Cross-entropy with the demonstrations and with the teacher's distribution at every token."""
 
-    teacher: LocalBackend
+    teacher: LocalTrainer
     kd_coef: float
     role: ClassVar[str] = "policy"
     whole: ClassVar[bool] = False

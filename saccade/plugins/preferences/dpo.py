@@ -34,7 +34,7 @@ from saccade.run.folder import write_whole
 from saccade.run.quarantine import decode_error
 from saccade.run.training_run import Run
 from saccade.trainer import MODEL_SCORING, Trainer
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.reference import Reference
 from saccade.types import Group, Sample
 
@@ -56,10 +56,10 @@ def run(config: Any) -> dict[str, Any]:
         totals: Totals | None = None
         kind, rows = config.dpo.reference if options.needs_reference else None, [*every, *mismatched.values()]
         if kind == "precompute" and config.run.gpus == 1:  # before the policy is loaded, to save memory
-            load = lambda: LocalBackend(model_setup.load_policy(config, family), family)  # noqa: E731
+            load = lambda: LocalTrainer(model_setup.load_policy(config, family), family)  # noqa: E731
             totals = precomputed(this, config, family, rows, load)
         job = offline_loop.set_up(this, family, data, rows=held, questions=asked)
-        beside = partial(model_setup.load_beside, "reference", config, family, None, job.backend)
+        beside = partial(model_setup.load_beside, "reference", config, family, None, job.trainer)
         if kind == "precompute" and config.run.gpus > 1:
             totals = precomputed(this, config, family, rows, beside)
         if kind == "compute":
@@ -68,7 +68,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def batches_of(samples: Sequence[Sample]) -> list[Batch]:
             groups = [compared(sample, family) for sample in samples]
-            batches = packed(groups, family, config.train.micro_tokens, dp_size=job.backend.dp_size)
+            batches = packed(groups, family, config.train.micro_tokens, dp_size=job.trainer.dp_size)
             found = totals(batches, groups) if totals else [None] * len(batches)
             return [replace(batch, ref_totals=total) for batch, total in zip(batches, found, strict=True)]
 
@@ -76,16 +76,16 @@ def run(config: Any) -> dict[str, Any]:
             batches, z = batches_of(samples), 0.0
             if not options.whole:  # z: mean log-ratio of responses paired with other questions
                 others = batches_of([mismatched[sample.id] for sample in samples])
-                gaps = np.concatenate(scored(job.backend, others)) - np.concatenate([b.ref_totals for b in others])
+                gaps = np.concatenate(scored(job.trainer, others)) - np.concatenate([b.ref_totals for b in others])
                 z = max(0.0, float(gaps.mean()))
             return batches, of_step(options, batches, z=z)
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            return named(job.backend.measure(*prepare(samples)).means(), prefix)
+            return named(job.trainer.measure(*prepare(samples)).means(), prefix)
 
         task = offline_loop.Task(
-            prepare=prepare, train=job.backend.train_step, metrics=metrics, measure=measure, preparing="logp_ref"
+            prepare=prepare, train=job.trainer.train_step, metrics=metrics, measure=measure, preparing="logp_ref"
         )
         return offline_loop.train(job, task)
 
@@ -164,7 +164,7 @@ def precomputed(
                 run.display.console.progress(min(start + BLOCK, len(keys)), len(keys))
         reference.close()
         del reference
-        gc.collect()  # a backend and its inputs form a reference cycle
+        gc.collect()  # a trainer and its inputs form a reference cycle
         torch.cuda.empty_cache()  # return the memory to the device, for other processes
 
     def totals(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ A pair is a group of two sequences, chosen (repeat 0) before rejected (repeat 1)
 
     >>> losses, metrics = PREFERENCES["dpo"].function(pairs, beta=0.1)
     >>> metrics["accuracy"]   # [P] bool; also margin, reward_chosen, reward_rejected: as the loss sees them
-    >>> backend.train_step(batches, of_step(from_config(config.dpo), batches), lr=1e-6)
+    >>> trainer.train_step(batches, of_step(from_config(config.dpo), batches), lr=1e-6)
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -10,7 +10,7 @@ clip factor; state that was saved and loaded by different numbers of ranks. Not 
 several micro-batches per rank add up in another order than one process does (1e-7), and the norm, which is summed in
 float64 here and may differ as much, and with it a clipped update.
 
-    backend = LocalBackend(model, family, TrainConfig(), optimizer=DividedOptimizer)
+    trainer = LocalTrainer(model, family, TrainConfig(), optimizer=DividedOptimizer)
 
 Parameters that are sharded already (`sharded.py`), whose gradients arrive summed, are updated in place. If each machine
 has all of them (hybrid), the ranks that hold the same shard divide its state among them, as for whole parameters.

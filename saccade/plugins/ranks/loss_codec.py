@@ -12,7 +12,7 @@ from saccade.plugins.preferences.preference_losses import PreferenceLoss
 from saccade.plugins.reward_models.reward_losses import RatingLoss, StepsLoss
 from saccade.recipes.sft import SUPERVISED
 from saccade.trainer import Loss, Scoring
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss, ValueLoss
 
 # Losses whose fields are plain JSON: numbers, names and lists of them.
@@ -32,7 +32,7 @@ def encode_loss(loss: Any) -> dict[str, Any]:
     return {"kind": kind, "scoring": asdict(loss.scoring), "rl": loss.algorithm is not SUPERVISED, **coefficients}
 
 
-def decode_loss(row: Mapping[str, Any], algorithm: Algorithm | None, teacher: LocalBackend | None = None) -> Loss:
+def decode_loss(row: Mapping[str, Any], algorithm: Algorithm | None, teacher: LocalTrainer | None = None) -> Loss:
     if row["kind"] in PLAIN:
         return PLAIN[row["kind"]](**row["fields"])
     if "kd_coef" in row:

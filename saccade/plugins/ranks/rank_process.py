@@ -40,7 +40,7 @@ from saccade.plugins.ranks.layouts import numbers_in
 from saccade.plugins.ranks.loss_codec import decode_loss
 from saccade.plugins.ranks.machines import host_name
 from saccade.plugins.ranks.rank_rewards import Question, rate
-from saccade.plugins.ranks.sequence import BACKENDS
+from saccade.plugins.ranks.sequence import TRAINERS
 from saccade.plugins.ranks.stalls import note_collectives, whereabouts
 from saccade.plugins.ranks.team import RankSettings
 from saccade.plugins.reward_models.learned_reward import LearnedReward, load_learned
@@ -117,7 +117,7 @@ class RankWorker(Worker):
             self._forests = {name: self._forests[name] for name in held}
             self._forests |= {name: decode(Forest, row, block.arrays) for name, row in new.items()}
             given |= {"batches": [self._batch(row, block.arrays) for row in given["batches"]]}
-        halved = call == "train_step" and self.parts[given["part"]].retries_on_oom  # the backend splits forests itself
+        halved = call == "train_step" and self.parts[given["part"]].retries_on_oom  # the trainer splits forests itself
         with within_memory(smaller=not halved and not given.keys().isdisjoint(("batches", "questions"))):
             return getattr(self, call)(**given)
 
@@ -151,12 +151,12 @@ class RankWorker(Worker):
 
     def drop_part(self, part: str) -> None:
         del self.parts[part]
-        gc.collect()  # a backend and its prefetcher reference each other
+        gc.collect()  # a trainer and its prefetcher reference each other
         torch.cuda.empty_cache()
 
     def add_reward(self, path: str) -> None:
-        by_rows, (backend, _) = by_rows_of(self.config.train, self.policy.device), BACKENDS[self.config.train.layout]
-        self.rewards[path] = load_learned(self.config, path, by_rows=by_rows, backend=backend)
+        by_rows, (trainer, _) = by_rows_of(self.config.train, self.policy.device), TRAINERS[self.config.train.layout]
+        self.rewards[path] = load_learned(self.config, path, by_rows=by_rows, trainer=trainer)
 
     def rate(self, path: str, questions: Sequence[Question]) -> Any:
         return rate(self.rewards[path], questions)

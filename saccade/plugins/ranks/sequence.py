@@ -9,7 +9,7 @@ stretches, which the optimizer adds up over all ranks like those of different fo
 Towers run on the ranks whose stretch holds a token of the medium. A medium across a border is computed on both sides,
 each with the gradient of its own tokens: nothing is exchanged, and no rank waits for a tower.
 
-    backend = SequenceBackend(model, family, TrainConfig(), optimizer=DividedOptimizer, size=2)
+    trainer = SequenceTrainer(model, family, TrainConfig(), optimizer=DividedOptimizer, size=2)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,16 +33,16 @@ from saccade.models.families import Family
 from saccade.models.heads import blocks_of
 from saccade.plugins.ranks.layouts import key_repeats
 from saccade.plugins.ranks.machines import agreed
-from saccade.plugins.ranks.sharded import HybridBackend, ShardedBackend, reach_towers
+from saccade.plugins.ranks.sharded import HybridTrainer, ShardedTrainer, reach_towers
 from saccade.trainer import Scoring
 from saccade.trainer.forward_inputs import InputPrefetcher, Inputs
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import MediaSpan, Metrics
 
 
-def rank_backend(train: TrainConfig) -> Callable[..., LocalBackend]:
-    """The backend class for a model on a rank."""
-    alone, together = BACKENDS[train.layout]
+def trainer_class(train: TrainConfig) -> Callable[..., LocalTrainer]:
+    """The trainer class for a model on a rank."""
+    alone, together = TRAINERS[train.layout]
     return alone if train.sequence_parallel == 1 else partial(together, size=train.sequence_parallel)
 
 
@@ -175,7 +175,7 @@ class _OfForests(InputPrefetcher):
         return super().get(batch.whole)
 
 
-class SequenceBackend(LocalBackend):
+class SequenceTrainer(LocalTrainer):
     """Every method that reads the model is called on all ranks of a group at once, with the same forests."""
 
     retries_on_oom = False
@@ -249,11 +249,11 @@ class SequenceBackend(LocalBackend):
         return super().metrics_of([] if self.place else sums)
 
 
-class ShardedSequence(ShardedBackend, SequenceBackend):
+class ShardedSequence(ShardedTrainer, SequenceTrainer):
     """Weights are sharded over all ranks, the tokens of a forest over the ranks of a group."""
 
 
-class HybridSequence(HybridBackend, SequenceBackend):
+class HybridSequence(HybridTrainer, SequenceTrainer):
     def __init__(self, *arguments: Any, size: int, **options: Any) -> None:
         super().__init__(*arguments, size=size, **options)
         if not set(dist.get_process_group_ranks(self.group)) <= set(self.mesh.mesh.tolist()):
@@ -263,8 +263,8 @@ class HybridSequence(HybridBackend, SequenceBackend):
             )
 
 
-BACKENDS: Mapping[str, tuple[type[LocalBackend], type[SequenceBackend]]] = {  # by layout; single, sequence parallel
-    "whole": (LocalBackend, SequenceBackend),
-    "sharded": (ShardedBackend, ShardedSequence),
-    "hybrid": (HybridBackend, HybridSequence),
+TRAINERS: Mapping[str, tuple[type[LocalTrainer], type[SequenceTrainer]]] = {  # by layout; single, sequence parallel
+    "whole": (LocalTrainer, SequenceTrainer),
+    "sharded": (ShardedTrainer, ShardedSequence),
+    "hybrid": (HybridTrainer, HybridSequence),
 }

@@ -9,7 +9,7 @@ backward, or until all forests have run, because losses read them.
 Every forward and backward waits for all ranks. So all run equally many forests, a rank with fewer adds empty ones,
 and none can repeat a forest that ran out of memory.
 
-    backend = ShardedBackend(model, family, TrainConfig(), optimizer=DividedOptimizer)
+    trainer = ShardedTrainer(model, family, TrainConfig(), optimizer=DividedOptimizer)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ from saccade.plugins.ranks.by_rows import joined_rows, make_whole, undivided
 from saccade.plugins.ranks.machines import agreed, grid
 from saccade.system.contents import File, on_host, tensor_file
 from saccade.trainer import MODEL_SCORING, ForwardModel, Loss, Objective, model_state
-from saccade.trainer.local import AVERAGE, WEIGHTS, Found, LocalBackend
+from saccade.trainer.local import AVERAGE, WEIGHTS, Found, LocalTrainer
 from saccade.trainer.optimizer_files import optimizer_file
 from saccade.types import Metrics
 
@@ -155,7 +155,7 @@ def _zero(outputs: Tensor) -> tuple[Tensor, LossSums]:
     return loss, LossSums(tokens=loss.detach(), terms={}, means={})
 
 
-class ShardedBackend(LocalBackend):
+class ShardedTrainer(LocalTrainer):
     """Every method that reads the model or its weights is called on all ranks at once."""
 
     retries_on_oom = False
@@ -270,7 +270,7 @@ class ShardedBackend(LocalBackend):
             yield optimizer_file(self.optimizer, copy=copy)
 
 
-class HybridBackend(ShardedBackend):
+class HybridTrainer(ShardedTrainer):
     """Each machine has all weights, sharded over its GPUs: forward and backward wait for no other machine."""
 
     hybrid = True

@@ -31,7 +31,7 @@ from saccade.plugins.reward_models.reward_model_term import SUMMARIES, conversat
 from saccade.recipes import model_setup
 from saccade.registry import HOOKS
 from saccade.rewards.reward_sample import RewardSample
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Group, Media, Message, Sample, Trajectory
 
 
@@ -39,13 +39,13 @@ class LearnedReward:
     fatal: tuple[type[Exception], ...] = ()  # errors of `read` that end the run; others only cost these scores
 
     def __init__(
-        self, backend: LocalBackend, card: RewardCard, *, micro_tokens: int = 16_384, offload: bool = False
+        self, trainer: LocalTrainer, card: RewardCard, *, micro_tokens: int = 16_384, offload: bool = False
     ) -> None:
-        family, model = backend.family, backend.model
-        self.backend, self.card, self.family, self.micro_tokens = backend, card, family, micro_tokens
+        family, model = trainer.family, trainer.model
+        self.trainer, self.card, self.family, self.micro_tokens = trainer, card, family, micro_tokens
         self._tokens = reward_card.verdict_ids(family, card.tokens)
         self._resting: list[tuple[nn.Parameter, Tensor]] = []
-        if offload and self.backend.device.type == "cuda":
+        if offload and self.trainer.device.type == "cuda":
             self._resting = [(p, p.data.to("cpu").pin_memory()) for p in model.parameters()]
             self._rest()
 
@@ -58,11 +58,11 @@ class LearnedReward:
         trust_remote_code: bool = False,
         untrained: bool = False,
         by_rows: Any = None,
-        backend: type[LocalBackend] = LocalBackend,
+        trainer: type[LocalTrainer] = LocalTrainer,
         **options: Any,
     ) -> LearnedReward:
         """`untrained`: a folder without a head gets a random one, to try out a config. `by_rows`: how to shard the
-        weights over processes while loading, for a `backend` that trains or scores sharded models.
+        weights over processes while loading, for a `trainer` that trains or scores sharded models.
         """
         card, family = describe_folder(folder, trust_remote_code, untrained=untrained)
         model = load_model(family, dtype=dtype, device=device, trust_remote_code=trust_remote_code, by_rows=by_rows)
@@ -71,7 +71,7 @@ class LearnedReward:
             head = RewardHead(like=model, card=card, seed=0, stored=Path(folder) if trained else None)
             attach_reward(model, head)
             head.above = []  # free the layers after the probed one: this model is never saved
-        return LearnedReward(backend(model, family), card, **options)
+        return LearnedReward(trainer(model, family), card, **options)
 
     def check(self, *, head: str | None = None, normalise: bool = False, steps: str | None = None) -> None:
         heads = self.card.heads
@@ -117,9 +117,9 @@ class LearnedReward:
         scalar = self.card.kind == "scalar"
         batches = pack(groups, micro_tokens=self.micro_tokens, ends=scalar)
         for parameter, host in self._resting:
-            parameter.data = host.to(self.backend.device, non_blocking=True)
+            parameter.data = host.to(self.trainer.device, non_blocking=True)
         try:
-            found = ratings(self.backend, batches) if scalar else judgements(self.backend, batches, self._tokens)
+            found = ratings(self.trainer, batches) if scalar else judgements(self.trainer, batches, self._tokens)
         finally:
             self._rest()
         return {
@@ -158,7 +158,7 @@ class LearnedReward:
         for parameter, host in self._resting:
             parameter.data = host
         if self._resting:
-            self.backend.forget_features()
+            self.trainer.forget_features()
             torch.cuda.empty_cache()
 
 

@@ -13,8 +13,8 @@ its placeholder.
 
     >>> REWARD_LOSSES["bt"].function(chosen, rejected, margin=0.1)   # [P]
     >>> loss = of_pairs(RatingLoss(loss="bt", heads={"preference": 1.0}), ids, labels, margins)
-    >>> train_ratings(backend, batches, loss, lr=9e-6)
-    >>> [scores] = ratings(backend, batches)  # [sequences, heads]
+    >>> train_ratings(trainer, batches, loss, lr=9e-6)
+    >>> [scores] = ratings(trainer, batches)  # [sequences, heads]
 """
 
 import math
@@ -34,8 +34,8 @@ from saccade.forest.batch import Batch
 from saccade.models.heads import change_logits
 from saccade.plugins.preferences.preference_losses import negative_log_sigmoid
 from saccade.plugins.reward_models.reward_head import RewardHead
-from saccade.trainer import ForwardModel, Loss, Objective, Update
-from saccade.trainer.local import LocalBackend
+from saccade.trainer import Loss, Objective, ForwardModel, Update
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Metrics
 
 Keys = Sequence[tuple[str, int]]
@@ -192,37 +192,37 @@ def steps_objective(row: StepsLoss, logits: Tensor, batch: Batch) -> tuple[Tenso
 RewardLoss = RatingLoss | StepsLoss
 
 
-def train_ratings(backend: LocalBackend, batches: Sequence[Batch], loss: RewardLoss, *, lr: float) -> Update:
+def train_ratings(trainer: LocalTrainer, batches: Sequence[Batch], loss: RewardLoss, *, lr: float) -> Update:
     """One optimizer step, after which the head's scale is clamped to its bound."""
-    update = backend.train_step(batches, loss, lr=lr)
-    if backend.engine is None:  # else the ranks do it
-        bound_scale(backend, loss)
+    update = trainer.train_step(batches, loss, lr=lr)
+    if trainer.engine is None:  # else the ranks do it
+        bound_scale(trainer, loss)
     return update
 
 
 @torch.no_grad()
-def bound_scale(backend: LocalBackend, loss: Loss) -> None:
+def bound_scale(trainer: LocalTrainer, loss: Loss) -> None:
     """Clamp the head's scale; call it after each update (see LARGEST_LOG_KAPPA)."""
     if isinstance(loss, RatingLoss):
-        head_of(backend).log_scale.clamp_(max=LARGEST_LOG_KAPPA)
+        head_of(trainer).log_scale.clamp_(max=LARGEST_LOG_KAPPA)
 
 
-def ratings(backend: LocalBackend, batches: Sequence[Batch]) -> list[np.ndarray]:
+def ratings(trainer: LocalTrainer, batches: Sequence[Batch]) -> list[np.ndarray]:
     """Scores [sequences, heads] of each batch."""
-    return _arrays(backend.map_batches(batches, partial(_rate, backend)))
+    return _arrays(trainer.map_batches(batches, partial(_rate, trainer)))
 
 
-def judgements(backend: LocalBackend, batches: Sequence[Batch], tokens: Sequence[int]) -> list[np.ndarray]:
+def judgements(trainer: LocalTrainer, batches: Sequence[Batch], tokens: Sequence[int]) -> list[np.ndarray]:
     """Log-probs [targets, tokens] of each batch at every step, normalised over the verdict tokens only."""
-    logits = backend.map_batches(batches, partial(_judge, backend, tokens))
+    logits = trainer.map_batches(batches, partial(_judge, trainer, tokens))
     return _arrays(found.log_softmax(-1) for found in logits)
 
 
 @torch.no_grad()
-def measured(backend: LocalBackend, batches: Sequence[Batch], loss: RewardLoss) -> tuple[Metrics, list[np.ndarray]]:
+def measured(trainer: LocalTrainer, batches: Sequence[Batch], loss: RewardLoss) -> tuple[Metrics, list[np.ndarray]]:
     """The metrics that training on these batches would report, and the model's outputs; without an update."""
-    outputs = backend.map_batches(batches, partial(loss.outputs, backend))
-    sums = [loss.objective(backend, batch, found)[1] for batch, found in zip(batches, outputs, strict=True)]
+    outputs = trainer.map_batches(batches, partial(loss.outputs, trainer))
+    sums = [loss.objective(trainer, batch, found)[1] for batch, found in zip(batches, outputs, strict=True)]
     return to_metrics(sums), _arrays(outputs)
 
 
@@ -230,26 +230,26 @@ def _arrays(tensors: Iterable[Tensor]) -> list[np.ndarray]:
     return [tensor.float().cpu().numpy() for tensor in tensors]
 
 
-def head_of(backend: ForwardModel) -> RewardHead:
-    head = getattr(backend.model, "score", None)
+def head_of(trainer: ForwardModel) -> RewardHead:
+    head = getattr(trainer.model, "score", None)
     assert isinstance(head, RewardHead), "not a scalar reward model"
     return head
 
 
-def _rate(backend: ForwardModel, batch: Batch) -> Tensor:
+def _rate(trainer: ForwardModel, batch: Batch) -> Tensor:
     """Scores [sequences, heads]."""
     assert batch.sampled is not None and batch.ends is not None, "packed without its last tokens"
-    head, count = head_of(backend), len(batch.keys)
+    head, count = head_of(trainer), len(batch.keys)
     places, sequence = batch.sampled, batch.sequence
     if head.card.pooling == "last":
         places, sequence = batch.ends, np.arange(count)
-    hidden = backend.hidden_at(batch, places)
+    hidden = trainer.hidden_at(batch, places)
     return head(hidden, torch.from_numpy(sequence).to(hidden.device), count)
 
 
-def _judge(backend: ForwardModel, tokens: Sequence[int], batch: Batch) -> Tensor:
+def _judge(trainer: ForwardModel, tokens: Sequence[int], batch: Batch) -> Tensor:
     """Logits [targets, tokens] of the verdict tokens."""
-    hidden = backend.hidden_at(batch, batch.predictors)  # must come first: the forward pass gathers a sharded head
-    weight = backend.model.get_output_embeddings().weight[list(tokens)]  # type: ignore[operator]
+    hidden = trainer.hidden_at(batch, batch.predictors)  # must come first: the forward pass gathers a sharded head
+    weight = trainer.model.get_output_embeddings().weight[list(tokens)]  # type: ignore[operator]
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return change_logits(backend.model, hidden.to(wide) @ weight.to(wide).T)
+    return change_logits(trainer.model, hidden.to(wide) @ weight.to(wide).T)

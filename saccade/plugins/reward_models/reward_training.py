@@ -31,7 +31,7 @@ from saccade.run.folder import RESULTS
 from saccade.run.quarantine import Quarantine
 from saccade.run.training_run import Run
 from saccade.trainer import Loss
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 from saccade.types import Sample
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,9 @@ def run(config: Any) -> dict[str, Any]:
         job = offline_loop.set_up(
             this, family, data, rows=held, attach=partial(rows.attach, card=card, stored=this.start)
         )
-        backend: Any = job.backend
-        prepare = partial(rows.prepare, dp_size=backend.dp_size)
-        write = partial(write_card, backend.model) if backend.engine is None else backend.write_card
+        trainer: Any = job.trainer
+        prepare = partial(rows.prepare, dp_size=trainer.dp_size)
+        write = partial(write_card, trainer.model) if trainer.engine is None else trainer.write_card
         write(card)
 
         def remember(found: Mapping[str, float], step: int) -> None:
@@ -62,7 +62,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            found = backend.measure(*prepare(samples)).means()
+            found = trainer.measure(*prepare(samples)).means()
             remember(found, step)
             return named(found, prefix)
 
@@ -71,11 +71,11 @@ def run(config: Any) -> dict[str, Any]:
                 remember(found, step - 1)  # the scores were computed before the update
             elif card.heads:
                 with this.phase("validation"):
-                    remember(backend.measure(*prepare(samples)).means(), step)
+                    remember(trainer.measure(*prepare(samples)).means(), step)
 
         task = offline_loop.Task(
             prepare=prepare,
-            train=partial(train_ratings, backend),
+            train=partial(train_ratings, trainer),
             metrics=metrics,
             measure=measure,
             unmeasured=unmeasured,
@@ -108,13 +108,13 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
         sets = held_out(config, rows)
         model = model_setup.load_policy(config, family, train="full")
         rows.attach(model, card=card, stored=Path(family.path))
-        backend, quarantine = LocalBackend(model, family), Quarantine(folder, config.data)
+        trainer, quarantine = LocalTrainer(model, family), Quarantine(folder, config.data)
         summary, listed = dict[str, Any](), list[dict[str, Any]]()
         for name, dataset in sets.items():
             with console.phase(name):
                 samples = quarantine.whole(dataset, family)
                 batches, loss = rows.prepare(samples)
-                metrics, outputs = measured(backend, batches, loss)
+                metrics, outputs = measured(trainer, batches, loss)
             left_out = quarantine.left_out(dataset)
             found = {n.removeprefix(f"{name}/"): value for n, value in named(metrics.means(), name).items()}
             found |= intervals(loss, batches, outputs) | {"items": len(samples), "left_out": left_out}
