@@ -6,7 +6,7 @@ once, the clip comes last. Knows nothing of losses, masks or how rewards were ma
 Axes: S members (sequences), T policy tokens, K terms of the reward; tokens of a member are
 contiguous and in order of time.
 
-    >>> compute(ADVANTAGES["grpo"].having({"std_eps": 1e-4}), inputs).values
+    >>> compute(ADVANTAGES["grpo"].with_options({"std_eps": 1e-4}), inputs).values
     tensor([ 0.7070,  0.7070, -0.7070], dtype=torch.float64)
 """
 
@@ -123,7 +123,7 @@ class AdvantageInputs:
         """[S] -> [T]"""
         return values.index_select(0, self.sequence)
 
-    def only(self, values: Tensor, members: Tensor) -> Tensor:
+    def zero_others(self, values: Tensor, members: Tensor) -> Tensor:
         """[T] -> [T]: 0 at the tokens of other members."""
         return values if members.all() else values.where(self.per_token(members), 0.0)
 
@@ -183,7 +183,7 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
 
 
 @add(ADVANTAGES, "discounted return from t on, whitened over the step", name="reinforce_pp", whiten=whitened)
-@add(ADVANTAGES, "discounted return from t on", name="reinforce", whiten=whitened, given={"whiten": False})
+@add(ADVANTAGES, "discounted return from t on", name="reinforce", whiten=whitened, overrides={"whiten": False})
 def returns(inputs: AdvantageInputs, *, gamma: PositiveShare = 1.0) -> Tensor:
     return inputs.sum_from(inputs.token_rewards, gamma)
 
@@ -235,10 +235,10 @@ def compute(
     constant = live & reduce(and_, map(inputs.same, terms)) if estimator.group else nobody
     inputs = replace(inputs, live=live & ~constant if drop_constant else live)
 
-    raw = inputs.only(estimator(inputs), inputs.live)
+    raw = inputs.zero_others(estimator(inputs), inputs.live)
     values = estimator.bound("whiten")(raw, inputs.per_token(inputs.live)) if estimator.whiten else raw
     # Also after whitening, whose shift would give constant groups a nonzero advantage.
-    values = inputs.only(values, ~constant)
+    values = inputs.zero_others(values, ~constant)
     clip_frac = 0.0
     if adv_clip > 0:
         beyond = (values.abs() > adv_clip).sum() / inputs.per_token(inputs.live).sum().clamp(min=1)
@@ -249,7 +249,7 @@ def compute(
     noted |= {"singleton": singleton, "no_baseline": no_baseline}
     return Advantages(
         values=values,
-        returns=None if critic is None else inputs.only(raw + critic, inputs.live),
+        returns=None if critic is None else inputs.zero_others(raw + critic, inputs.live),
         live=inputs.live,
         clip_frac=clip_frac,
         counts={name: count_groups(inputs.groups[mask]) for name, mask in noted.items()},

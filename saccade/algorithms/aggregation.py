@@ -67,9 +67,9 @@ def token_scales(
     each sequence [S]. Exclusion enters the loss only here, numerator and denominator together.
     """
     counted = sequence >= 0 if counted is None else counted
-    owners, counts = chosen(sequence, counted).unique_consecutive(return_counts=True)
+    owners, counts = masked_select(sequence, counted).unique_consecutive(return_counts=True)
     lengths = counts.new_zeros(len(live)).index_add(0, owners, counts) * live
-    return only(sequence_scales(aggregation, lengths, group).index_select(0, sequence), counted), lengths
+    return fill_outside(sequence_scales(aggregation, lengths, group).index_select(0, sequence), counted), lengths
 
 
 def sequence_scales(aggregation: Callable[..., Tensor], lengths: Tensor, group: Tensor | None = None) -> Tensor:
@@ -81,11 +81,11 @@ def sequence_scales(aggregation: Callable[..., Tensor], lengths: Tensor, group: 
 # With millions of tokens numpy reads a mask faster than torch, and `index_select` is faster than `values[index]`.
 
 
-def only(values: Tensor, mask: Tensor, other: float = 0.0) -> Tensor:
+def fill_outside(values: Tensor, mask: Tensor, other: float = 0.0) -> Tensor:
     """Values [T] where the mask is set, else `other`. On a CPU, returns `values` itself if the mask is all set."""
     return values if mask.device.type == "cpu" and mask.numpy().all() else values.where(mask, other)
 
 
-def chosen(values: Tensor, mask: Tensor) -> Tensor:
+def masked_select(values: Tensor, mask: Tensor) -> Tensor:
     """The values where the mask [T] is set; `values` itself, not a copy, if all of it is."""
     return values if mask.numpy().all() else values[mask]

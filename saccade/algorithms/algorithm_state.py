@@ -5,7 +5,7 @@ A frozen record that a checkpoint stores as JSON; every step makes a new one. Kn
 or files.
 
     >>> state = restore(algorithm, saved=None)
-    >>> state.steered(algorithm).kl.coef
+    >>> state.apply_to(algorithm).kl.coef
     0.04
 """
 
@@ -49,7 +49,7 @@ class AlgorithmState:
     moments: Mapping[str, Moments] = field(default_factory=dict)  # by reward term; "" is the combined reward
     domains: Mapping[str, Any] = field(default_factory=dict)  # the estimator's statistics of domains, JSON data
 
-    def steered(self, algorithm: Algorithm) -> Algorithm:
+    def apply_to(self, algorithm: Algorithm) -> Algorithm:
         """The algorithm with the current coefficients."""
         kl = algorithm.kl.model_copy(update={"coef": self.kl_coef})
         return algorithm.model_copy(update={"kl": kl, "entropy_coef": self.entropy_coef})

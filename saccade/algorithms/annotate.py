@@ -1,7 +1,7 @@
 """Compute the per-token columns needed before training, and write them into the forests of a step.
 
-    updates, count = add_advantages(updates, groups, algorithm, state)
-    updates, more = add_corrections(updates, algorithm)
+    updates, metrics_later = add_advantages(updates, groups, algorithm, state)
+    updates, more_later = add_corrections(updates, algorithm)
     batches = write_selection(batches, algorithm, seed=…)      # once per optimizer step
 
 The pure functions take flat tensors; this module flattens groups and forests for them and writes the
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from saccade.algorithms import corrections
 from saccade.algorithms.advantages import AdvantageInputs, Advantages, compute
-from saccade.algorithms.aggregation import AGGREGATIONS, chosen, sequence_scales, token_scales
+from saccade.algorithms.aggregation import AGGREGATIONS, masked_select, sequence_scales, token_scales
 from saccade.algorithms.algorithm_state import AlgorithmState
 from saccade.algorithms.filters import high_entropy, is_excluded
 from saccade.algorithms.objective import explained_variance
@@ -33,9 +33,9 @@ from saccade.forest.batch import Batch
 from saccade.types import Group, Metrics, Trajectory
 
 ComponentWeights = Callable[[str], Mapping[str, float]]  # data source → weight of each term
-Count: TypeAlias = Callable[[], Metrics]  # computes the metrics of a stage; called later
+DeferredMetrics: TypeAlias = Callable[[], Metrics]  # computes the metrics of a stage; called later
 
-SHOWN = {"advantages": "advantages", "old_logprobs": "trainer_logp", "old_entropies": "entropy"}  # -> name in records
+RECORD_NAMES = {"advantages": "advantages", "old_logprobs": "trainer_logp", "old_entropies": "entropy"}  # of columns
 
 # -- advantages and scales -------------------------------------------------------------------------
 
@@ -48,29 +48,29 @@ def add_advantages(
     component_weights: ComponentWeights | None = None,
     *,
     version: int = 0,
-) -> tuple[Updates, Count]:
+) -> tuple[Updates, DeferredMetrics]:
     """Returns the forests with advantages over the whole step and scales over each optimizer step.
     `version`: of the weights before the update.
     """
     if not updates:  # every group was dropped or is constant: nothing has an advantage
         return updates, Metrics
     members = [t for group in groups for t in group.trajectories]
-    place = {t.key: index for index, t in enumerate(members)}
+    index_of = {t.key: index for index, t in enumerate(members)}
     flat = [batch for batches in updates for batch in batches]
-    owners = np.array([place[key] for batch in flat for key in batch.keys])
+    owners = np.array([index_of[key] for batch in flat for key in batch.keys])
     lengths = np.concatenate([batch.lengths for batch in flat])
     hot, first = algorithm.hot_first_token, None  # [T] bool: first token of each sequence, if it is masked
     if hot.temperature > 0 and hot.first_token == "mask":
-        first = _first(_sequences(flat))
+        first = _is_first(_sequences(flat))
     # If all tokens of a sequence have the same advantage, compute it once.
     by_token = first is not None or algorithm.estimator.whiten or algorithm.adv_clip > 0 or algorithm.kl_in_reward
-    once = algorithm.estimator.by_member and not by_token
-    sequence = torch.from_numpy(owners if once else np.repeat(owners, lengths))
+    per_member = algorithm.estimator.by_member and not by_token
+    sequence = torch.from_numpy(owners if per_member else np.repeat(owners, lengths))
     counted = torch.ones_like(sequence, dtype=torch.bool) if first is None else ~first
     inputs = _estimator_inputs(groups, flat, sequence, counted, algorithm, state, component_weights)
     result = compute(algorithm.estimator, inputs, adv_clip=algorithm.adv_clip, drop_constant=algorithm.drop_constant)
     values = {"advantages": result.values, "returns": result.returns}
-    if not _finite(flat):
+    if not _all_finite(flat):
         # Some model output is not finite: with NaN advantages the guard skips every update.
         values = dict.fromkeys(values, torch.full_like(result.values, torch.nan))
     columns = {"rewards": inputs.rewards.nan_to_num()[owners]}
@@ -93,18 +93,18 @@ def add_advantages(
     if first is not None:
         columns["scales"] = torch.from_numpy(np.repeat(columns["scales"].numpy(), lengths)).where(~first, 0.0)
 
-    def count() -> Metrics:
+    def compute_metrics() -> Metrics:
         metrics = Metrics()
         for name, number in result.counts.items():
             if not (algorithm.drops_early and name.startswith("constant")):  # mark_members has counted those
                 metrics.add(f"group/{name}", number)
-        _advantage_metrics(result, inputs, metrics, np.repeat(np.arange(len(owners)), lengths) if once else ...)
+        _advantage_metrics(result, inputs, metrics, np.repeat(np.arange(len(owners)), lengths) if per_member else ...)
         for counts in live:
             metrics.add("policy/live_tokens", int(counts.sum()))
             metrics.add("policy/live_sequences", int((counts > 0).sum()))
         return metrics
 
-    return _written(updates, columns), count
+    return _with_columns(updates, columns), compute_metrics
 
 
 def _estimator_inputs(
@@ -119,27 +119,27 @@ def _estimator_inputs(
     """The groups and forests of a step as flat tensors, with the optional inputs that the estimator reads."""
     owners = [group for group in groups for _ in group.trajectories]
     members = [t for group in groups for t in group.trajectories]
-    place = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
-    whole, sequence, estimator = sequence, chosen(sequence, counted), algorithm.estimator
+    group_index = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
+    whole, sequence, estimator = sequence, masked_select(sequence, counted), algorithm.estimator
     outside = () if algorithm.excluded_in_baseline else algorithm.exclude_status
     penalties, read = torch.zeros((), dtype=torch.float64).expand(len(sequence)), dict[str, Any]()
 
     def distance(kind: Entry) -> Tensor:
-        return kind(_numbers_of(batches, "old_logprobs"), _numbers_of(batches, "ref_logprobs"))[counted]
+        return kind(_finite_column(batches, "old_logprobs"), _finite_column(batches, "ref_logprobs"))[counted]
 
     if algorithm.kl_in_reward:
         penalties = algorithm.kl.coef * distance(algorithm.divergence)
     if estimator.critic:
-        read["values"] = _numbers_of(batches, "values")[counted]
+        read["values"] = _finite_column(batches, "values")[counted]
         if algorithm.critic.bootstrap_truncated:  # after the end of any other episode the value is 0
             last = {key: float(value) for b in batches for key, value in zip(b.keys, b.last_values, strict=True)}  # type: ignore[arg-type]
-            read["final_values"] = _numbers(last.get(t.key, 0.0) if t.status == "truncated" else 0.0 for t in members)
+            read["final_values"] = _floats(last.get(t.key, 0.0) if t.status == "truncated" else 0.0 for t in members)
     if estimator.greedy:
-        read["greedy"] = _numbers(_reward(group.greedy) for group in owners)
+        read["greedy"] = _floats(_reward(group.greedy) for group in owners)
     if estimator.weigh:
         weigh = estimator.bound("weigh")
         weights = [weigh(state.domains, group, algorithm) for group in groups]
-        read["domain_weights"] = _numbers(weights)[place]
+        read["domain_weights"] = _floats(weights)[group_index]
     if estimator.components:
         assert component_weights is not None, "the terms of the reward have weights"
         read["components"], read["component_weights"] = _components(owners, members, component_weights)
@@ -148,8 +148,8 @@ def _estimator_inputs(
     if estimator.options.get("drpo_kl_damp"):
         read["drift"] = AdvantageInputs.sum_by(sequence, distance(KINDS["k3"]), len(members))
     return AdvantageInputs(
-        rewards=_numbers(_reward(t) for t in members),
-        groups=place,
+        rewards=_floats(_reward(t) for t in members),
+        groups=group_index,
         live=torch.tensor([t.trained and t.response_length > 0 for t in members]),
         baseline=torch.tensor([t.reward is not None and not is_excluded(t.status, outside) for t in members]),
         lengths=torch.tensor([t.response_length for t in members]) - int(len(sequence) < len(counted)),
@@ -174,7 +174,7 @@ def _components(
     # The sum of the environment's turn rewards is a term of its own.
     values = [[sum(t.turn_rewards), *(t.parts.get(name, 0.0) for name in names)] for t in members]
     weights = [[1.0, *(by_source[g.sample.data_source].get(name, 0.0) for name in names)] for g in owners]
-    return _numbers(values), _numbers(weights)
+    return _floats(values), _floats(weights)
 
 
 def _turns(members: Sequence[Trajectory], sequence: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
@@ -188,14 +188,14 @@ def _turns(members: Sequence[Trajectory], sequence: Tensor, counted: Tensor) -> 
     return torch.from_numpy(np.concatenate(turns))[counted], earned
 
 
-def _finite(batches: Sequence[Batch]) -> bool:
+def _all_finite(batches: Sequence[Batch]) -> bool:
     """Whether all log-probs and values that the models computed for these tokens are finite."""
     names = ("old_logprobs", "ref_logprobs", "values")
     found = [getattr(batch, name) for batch in batches for name in names]
     return all(np.isfinite(values).all() for values in found if values is not None)
 
 
-def _first(sequence: Tensor) -> Tensor:
+def _is_first(sequence: Tensor) -> Tensor:
     return sequence.diff(prepend=sequence.new_full((1,), -1)) != 0
 
 
@@ -206,10 +206,10 @@ def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Met
     if live.numpy().any():
         for name, whole in {"adv": values, "returns": result.returns}.items():
             if whole is not None:
-                inside = chosen(whole, live)
+                inside = masked_select(whole, live)
                 metrics.add(f"{name}/mean", float(inside.mean()))
                 metrics.add(f"{name}/std", float(inside.std()) if len(inside) > 1 else 0.0)
-        low, high = chosen(values, live).aminmax()
+        low, high = masked_select(values, live).aminmax()
         metrics.add_max("adv/max", float(high))
         metrics.add("adv/min", float(low))
     if result.returns is not None and inputs.values is not None:
@@ -221,7 +221,7 @@ def _advantage_metrics(result: Advantages, inputs: AdvantageInputs, metrics: Met
 # -- corrections and filters of tokens -------------------------------------------------------------
 
 
-def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Count]:
+def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, DeferredMetrics]:
     """Returns the forests with weights and masks that correct for the difference between engine and
     trainer, or that keep only some tokens.
 
@@ -229,15 +229,15 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Co
     """
     if updates and algorithm.in_loss:
         return updates, Metrics
-    fire, top = algorithm.hot_first_token, algorithm.entropy_top
-    hot = fire.temperature > 0 and fire.first_token == "is"
+    hot, top = algorithm.hot_first_token, algorithm.entropy_top
+    weighted = hot.temperature > 0 and hot.first_token == "is"
     flat = [batch for batches in updates for batch in batches]
     metrics = Metrics()
-    if not (updates and (algorithm.at_once or top or hot)):
+    if not (updates and (algorithm.at_once or top or weighted)):
         metrics.add("mismatch/ess", 1.0)
         metrics.add("mismatch/masked_frac", 0.0)
         return updates, lambda: metrics
-    cap = fire.cap if hot else None
+    cap = hot.cap if weighted else None
     ends = np.cumsum([batch.target_count for batch in flat]).tolist()
     written: dict[str, np.ndarray] = defaultdict(lambda: np.empty(ends[-1], np.float32))
     for batch, end in zip(flat, ends, strict=True):  # one batch at a time, so that it fits in the CPU's cache
@@ -249,19 +249,19 @@ def add_corrections(updates: Updates, algorithm: Algorithm) -> tuple[Updates, Co
         metrics.add("policy/entropy_kept_frac", float((kept & live).sum()), float(live.sum()))
         written["keep"] = written.get("keep", live.numpy()) * kept.numpy()
 
-    def count() -> Metrics:
+    def compute_metrics() -> Metrics:
         # Recompute in the background instead of keeping all columns in memory until now.
         _correction_metrics([_correction(batch, algorithm, cap) for batch in flat], flat, metrics)
         return metrics
 
-    updates = _written(updates, written)
+    updates = _with_columns(updates, written)
     if algorithm.self_normalise:
         updates = [
             _with(b, weights=corrections.self_normalise(column(b, "weights"), column(b, "scales") > 0)) for b in updates
         ]
     if algorithm.denominator == "kept":
         updates = [_over_kept(batches, algorithm) for batches in updates]
-    return updates, count
+    return updates, compute_metrics
 
 
 def _correction(batch: Batch, algorithm: Algorithm, cap: float | None) -> dict[str, Tensor]:
@@ -270,7 +270,7 @@ def _correction(batch: Batch, algorithm: Algorithm, cap: float | None) -> dict[s
     old, rollout = column([batch], "old_logprobs"), column([batch], "rollout_logprobs")
     found = {"weights": torch.ones((), dtype=torch.float64).expand(len(live))}
     if cap is not None:
-        first = _first(sequence)
+        first = _is_first(sequence)
         ratio = (old - rollout).nan_to_num().clamp(-20, 20).exp().clamp(max=cap)
         rollout = old.where(first, rollout)  # its gap is intended and already corrected by `ratio`
         found = {"weights": ratio.where(first, found["weights"]), "rollout_logprobs": rollout}
@@ -295,7 +295,7 @@ def _correction_metrics(found: Sequence[Mapping[str, Tensor]], batches: Sequence
         if not count:
             continue
         if not kind or count < every:  # else these are all tokens, with the numbers computed above
-            inside, masked = chosen(weights, mask), np.count_nonzero((mask & ~keep.bool()).numpy())
+            inside, masked = masked_select(weights, mask), np.count_nonzero((mask & ~keep.bool()).numpy())
             mean, largest, size = float(inside.mean()), float(inside.max()), corrections.effective_sample_size(inside)
         metrics.add(f"mismatch/is_weight_mean{kind}", mean)
         metrics.add_max(f"mismatch/is_weight_max{kind}", largest)
@@ -375,10 +375,10 @@ def show_columns(groups: Sequence[Group], updates: Updates) -> list[Group]:
     """
     known: dict[tuple[str, int], dict[str, np.ndarray]] = defaultdict(dict)
     for batch in (batch for batches in updates for batch in batches):
-        for name in batch.columns.keys() & SHOWN.keys():
+        for name in batch.columns.keys() & RECORD_NAMES.keys():
             parts = np.split(batch.per_target(name), batch.lengths.cumsum()[:-1])
             for key, part in zip(batch.keys, parts, strict=True):
-                known[key][SHOWN[name]] = part
+                known[key][RECORD_NAMES[name]] = part
 
     def shown(t: Trajectory) -> Trajectory:
         info = {**t.info, **known[t.key]}
@@ -391,12 +391,12 @@ def column(batches: Sequence[Batch], name: str) -> Tensor:
     return torch.from_numpy(np.concatenate([b.per_target(name) for b in batches])).double()
 
 
-def _numbers_of(batches: Sequence[Batch], name: str) -> Tensor:
-    """A column with 0 for NaN and infinity, for estimators; `_finite` checks for these separately."""
+def _finite_column(batches: Sequence[Batch], name: str) -> Tensor:
+    """A column with 0 for NaN and infinity, for estimators; `_all_finite` checks for these separately."""
     return column(batches, name).nan_to_num(posinf=0.0, neginf=0.0)
 
 
-def _numbers(values: Iterable[float | list[float]]) -> Tensor:
+def _floats(values: Iterable[float | list[float]]) -> Tensor:
     return torch.tensor(list(values), dtype=torch.float64)
 
 
@@ -411,10 +411,10 @@ def _per_target(batches: Sequence[Batch], values: np.ndarray) -> Tensor:
 
 
 def _with(batches: Sequence[Batch], **columns: Tensor) -> list[Batch]:
-    return _written([list(batches)], columns)[0]
+    return _with_columns([list(batches)], columns)[0]
 
 
-def _written(updates: Updates, columns: Mapping[str, Tensor | np.ndarray]) -> Updates:
+def _with_columns(updates: Updates, columns: Mapping[str, Tensor | np.ndarray]) -> Updates:
     """Split columns over all targets, or over all sequences, of the updates, and add them to their forests."""
     flat = [batch for batches in updates for batch in batches]
     sizes = [batch.target_count for batch in flat], [len(batch.keys) for batch in flat]

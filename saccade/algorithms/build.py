@@ -52,7 +52,7 @@ def build(
     longest = {"fixed_length": max_tokens} if "fixed_length" not in given.args else {}
     aggregate = _choose("aggregation", aggregation, given, **longest)
     divergence = _choose("kl.kind", given.kl.kind, given)
-    corrections = tuple(_correction(cells, given) for cells in given.correct)
+    corrections = tuple(_correction(config, given) for config in given.correct)
     used = estimator.options | loss.options | aggregate.options | (divergence.options if given.kl.coef > 0 else {})
     used |= {name: value for name, value in given.args.items() if any(c.reads(name) for c in corrections)}
     names = {"advantage": estimator.name, "policy_loss": loss.name, "aggregation": aggregate.name}
@@ -122,7 +122,7 @@ def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
     masked = any(c.masks or not c.weighs for c in algorithm.at_once)
     whole = algorithm.self_normalise or algorithm.denominator == "kept" or masked
     corrections = ", ".join(c.name for c in algorithm.at_once if whole or not in_loss)
-    fire = algorithm.hot_first_token
+    hot = algorithm.hot_first_token
     reasons = {
         "kl.place=reward": algorithm.kl_in_reward,
         f"entropy_top={algorithm.entropy_top:g}": algorithm.entropy_top > 0,
@@ -130,7 +130,7 @@ def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
         f"correct=[{corrections}]": bool(corrections),
         "args.drpo_kl_damp": bool(algorithm.estimator.options.get("drpo_kl_damp")),
         "filter.keep_surplus": algorithm.filter.keep_surplus,
-        "hot_first_token.first_token=is": fire.temperature > 0 and fire.first_token == "is",
+        "hot_first_token.first_token=is": hot.temperature > 0 and hot.first_token == "is",
     }
     found = next((name for name, forces in reasons.items() if forces), None)
     return found and f"algorithm.{found} needs old log-probs before training"
@@ -142,8 +142,8 @@ def why_recompute(algorithm: Algorithm, *, in_loss: bool) -> str | None:
 def _choose(axis: str, name: str, given: AlgorithmConfig, **options: Any) -> Entry:
     """The entry called `name`, with the options given for it."""
     entry = find(axis, AXES[axis], name)
-    entry = entry.having(parsed(entry, given.args) | parsed(entry, options, f"algorithm.{axis}"))
-    if missing := [n for n, p in entry.parameters.items() if p.default is p.empty and n not in entry.given]:
+    entry = entry.with_options(parsed(entry, given.args) | parsed(entry, options, f"algorithm.{axis}"))
+    if missing := [n for n, p in entry.parameters.items() if p.default is p.empty and n not in entry.overrides]:
         args = ", ".join(f"{n}: {EXAMPLES.get(n, 1)}" for n in missing)
         raise ConfigError(
             f"algorithm.{axis}={name} needs {' and '.join(missing)}; for example algorithm.args={{{args}}}"
@@ -151,12 +151,12 @@ def _choose(axis: str, name: str, given: AlgorithmConfig, **options: Any) -> Ent
     return entry
 
 
-def _correction(cells: CorrectionConfig, given: AlgorithmConfig) -> Entry:
-    bounds = cells.model_dump(exclude_none=True, exclude={"name"})
-    entry = _choose("correct", cells.name, given, **bounds)
+def _correction(config: CorrectionConfig, given: AlgorithmConfig) -> Entry:
+    bounds = config.model_dump(exclude_none=True, exclude={"name"})
+    entry = _choose("correct", config.name, given, **bounds)
     if unread := [key for key in bounds if not entry.reads(key)]:
         reads = ", ".join(entry.options) or "no option"
-        raise ConfigError(f"algorithm.correct: {cells.name} has no {unread[0]}; it reads {reads}")
+        raise ConfigError(f"algorithm.correct: {config.name} has no {unread[0]}; it reads {reads}")
     return entry
 
 

@@ -18,7 +18,7 @@ from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from saccade.algorithms.aggregation import only
+from saccade.algorithms.aggregation import fill_outside
 from saccade.algorithms.table import Entry, NotNegative, add, table_of
 from saccade.errors import ConfigError
 
@@ -71,7 +71,7 @@ Statistic: TypeAlias = "Callable[[Mismatch, Tensor], Tensor]"  # [T] -> [T]
 def measure(old: Tensor, rollout: Tensor, *, live: Tensor, **where: Any) -> Mismatch:
     """`rollout`: NaN where the engine gave no log-prob. `where`: the other fields of a Mismatch."""
     scored = live & (rollout.abs() < float("inf"))
-    return Mismatch(delta=only(old - rollout, scored), scored=scored, live=live, **where)
+    return Mismatch(delta=fill_outside(old - rollout, scored), scored=scored, live=live, **where)
 
 
 def apply(chosen: Sequence[Entry], mismatch: Mismatch) -> Correction:
@@ -96,7 +96,7 @@ def _truncated(statistic: Statistic) -> Callable[..., Correction]:
 
     def weigh(mismatch: Mismatch, *, low: NotNegative = 0.0, high: NotNegative = 2.0) -> Correction:
         ratio = exp(statistic(mismatch, mismatch.delta)).clamp_(low, high)
-        return Correction(weights=only(ratio, mismatch.scored, 1.0))
+        return Correction(weights=fill_outside(ratio, mismatch.scored, 1.0))
 
     return weigh
 

@@ -82,7 +82,7 @@ def _in_effect(algorithm: Algorithm) -> Iterator[tuple[str, Any, Any]]:
             yield name, field, value
 
 
-def cells(algorithm: Algorithm) -> dict[str, Any]:
+def options_in_effect(algorithm: Algorithm) -> dict[str, Any]:
     """The `algorithm` section with the value of every option that has an effect."""
     found = dict[str, Any]()
     for name, _, value in _in_effect(algorithm):
@@ -96,7 +96,7 @@ def resolved_options(algorithm: Algorithm) -> tuple[str, ...]:
     """Every option that has an effect as NAME=VALUE, for a checkpoint."""
     names = ("samples_per_prompt", "updates_per_step", "reward_clip", "reward_normalise")
     beside = {name: getattr(algorithm, name) for name in names}
-    inside = {f"algorithm.{name}": value for name, value in cells(algorithm).items()}
+    inside = {f"algorithm.{name}": value for name, value in options_in_effect(algorithm).items()}
     ordered = {k: dict(sorted(v.items())) if isinstance(v, dict) else v for k, v in (inside | beside).items()}
     return tuple(f"{name}={value}" for name, value in ordered.items())
 

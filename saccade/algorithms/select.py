@@ -39,7 +39,7 @@ def keep_informative(groups: Sequence[Group], algorithm: Algorithm) -> tuple[lis
     return kept, reasons
 
 
-def keep_chosen(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Counter[str]]:
+def apply_user_filter(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Counter[str]]:
     """The groups that the user's filter returns, in their original order, and how many it dropped."""
     assert algorithm.filter.function is not None
     function = find("filter.function", {}, algorithm.filter.function).function
@@ -54,7 +54,7 @@ def keep_chosen(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Gro
     return kept, Counter({"own": len(groups) - len(kept)})
 
 
-def shape(
+def shape_rewards(
     groups: Sequence[Group],
     algorithm: Algorithm,
     state: AlgorithmState,

@@ -43,13 +43,13 @@ OPTIONS = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True, arbitrary_
 class Entry:
     """A function of an axis, its options, and properties that the builder needs.
 
-    Its options are the keyword-only parameters of its functions; `given` holds the values that were set.
+    Its options are the keyword-only parameters of its functions; `overrides` holds the values that were set.
     """
 
     function: Callable[..., Any]
     formula: str
     name: str = ""
-    given: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     # advantage
     group: bool = False  # compares the members of a group, so the group rules hold
     by_member: bool = False  # one value per member, the same for all of its tokens
@@ -89,16 +89,16 @@ class Entry:
         """The function in the field `name`, with its options bound."""
         function = getattr(self, name)
         assert function is not None, f"{self.name} has no {name}"
-        return partial(function, **{n: v for n, v in self.given.items() if n in _keywords(function)})
+        return partial(function, **{n: v for n, v in self.overrides.items() if n in _keywords(function)})
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
         found = (self.function, self.select, self.whiten, self.observe, self.weigh)
         return [function for function in found if function is not None]
 
-    def having(self, options: Mapping[str, Any]) -> Entry:
+    def with_options(self, options: Mapping[str, Any]) -> Entry:
         """A copy with those of the options that its functions accept."""
-        return replace(self, given={**self.given, **{n: v for n, v in options.items() if self.reads(n)}})
+        return replace(self, overrides={**self.overrides, **{n: v for n, v in options.items() if self.reads(n)}})
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -108,7 +108,7 @@ class Entry:
     def options(self) -> dict[str, Any]:
         """Option names and values; None for an option that has no value."""
         defaults = {name: None if p.default is p.empty else p.default for name, p in self.parameters.items()}
-        return {**defaults, **self.given}
+        return {**defaults, **self.overrides}
 
     def reads(self, option: str) -> bool:
         return option in self.parameters

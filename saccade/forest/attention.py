@@ -73,7 +73,7 @@ class Blocks:
     numbers: np.ndarray  # [T]; -1: causal
     everywhere: bool  # False: only in layers with a window
 
-    def apply(self, window: Window) -> bool:
+    def applies_to(self, window: Window) -> bool:
         return self.everywhere or window is not None
 
 
@@ -116,7 +116,7 @@ def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, 
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
         chunk = 0 if window is None or window > 0 else -window
-        numbers = None if blocks is None or not blocks.apply(window) else blocks.numbers
+        numbers = None if blocks is None or not blocks.applies_to(window) else blocks.numbers
         if q.shape[-1] > LARGEST_FLASH_HEAD or (chunk and numbers is not None):  # a block may span two chunks
             if "dense" not in made:
                 made["dense"] = _dense_plan(starts, parents, device, blocks)
@@ -241,9 +241,9 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, b
 
     def mask_of(window: Window, index: Tensor, valid: Tensor, mask: Tensor) -> Tensor:
         causal = mask
-        if numbers is not None and blocks is not None and blocks.apply(window):
+        if numbers is not None and blocks is not None and blocks.applies_to(window):
             inside = numbers[index].masked_fill(~valid, -1)
-            mask = mask | _alike(inside, inside)[:, None]
+            mask = mask | _same_block(inside, inside)[:, None]
         if window is not None:
             place = causal.sum(-1) - 1  # position of each token on its path
             mask = mask & (place[..., None, :] >= first_seen(place[..., None], window))
@@ -258,7 +258,7 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, b
             tree_q, tree_k, tree_v = (x[index].transpose(1, 2) for x in (q, k, v))
             trees = sdpa(tree_q, tree_k, tree_v, attn_mask=mask, scale=scale, enable_gqa=shared)
             out = out.index_put((index[valid],), trees.transpose(1, 2)[valid])
-        both = numbers if blocks is not None and blocks.apply(window) else None
+        both = numbers if blocks is not None and blocks.applies_to(window) else None
         for queries, keys in by_node:
             inside = None if both is None else both[keys]
             out = out.index_put((queries,), one_node(q[queries], k[keys], v[keys], scale, window, inside))
@@ -267,7 +267,7 @@ def _dense_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, b
     return attend
 
 
-def _alike(queries: Tensor, keys: Tensor) -> Tensor:
+def _same_block(queries: Tensor, keys: Tensor) -> Tensor:
     """Block numbers [..., Q] and [..., K] → [..., Q, K] bool: both are in the same block."""
     return (queries[..., None] == keys[..., None, :]) & (queries >= 0)[..., None]
 
@@ -281,7 +281,7 @@ def one_node(q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window, numb
     key_place = torch.arange(k.shape[0], device=q.device)[None, :]
     mask = key_place <= query_place
     if numbers is not None:
-        mask = mask | _alike(numbers[before:], numbers)
+        mask = mask | _same_block(numbers[before:], numbers)
     if window is not None:
         mask = mask & (key_place >= first_seen(query_place, window))
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))

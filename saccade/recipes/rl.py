@@ -76,7 +76,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
         this.log_start(check_parity(config, engine, policy, data.samples, version=this.step))
         this.validate_start(validation)
         for step in this.steps():
-            steered, scores = state.steered(algorithm), this.progress.scores
+            steered, scores = state.apply_to(algorithm), this.progress.scores
             with this.phase("rollout"):
                 rollouts = sample_groups(sampler, setup.surplus.groups, scores, step=step)
             with this.phase("pack"):
@@ -140,7 +140,7 @@ def select_members(
 ) -> tuple[list[Group], AlgorithmState, Metrics]:
     """Returns the groups with shaped rewards and marks on who trains, the next state, and metrics."""
     state = algorithm_state.observe(state, rollouts.scored, algorithm)
-    groups, state, metrics = select.shape(rollouts.groups, algorithm, state, weights)
+    groups, state, metrics = select.shape_rewards(rollouts.groups, algorithm, state, weights)
     if algorithm.estimator.group:
         for name, value in signal_metrics(groups, rollouts.scored, algorithm.exclude_status).items():
             metrics.add(name, value)

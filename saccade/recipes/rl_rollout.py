@@ -148,7 +148,7 @@ def sample_groups(sampler: Sampler, carried: Sequence[Group], scores: Sequence[s
             groups, reasons = select.keep_informative(groups, algorithm)
             dropped += reasons
         if algorithm.filter.function is not None:
-            groups, reasons = select.keep_chosen(groups, algorithm)
+            groups, reasons = select.apply_user_filter(groups, algorithm)
             dropped += reasons
         kept += groups
     if not sampler.ahead.side_by_side:

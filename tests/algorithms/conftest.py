@@ -49,11 +49,11 @@ class Golden:
         return replace(inputs, **changes)
 
     def scales(self, aggregation: str, *, fixed_length: int = 6) -> Tensor:
-        entry = AGGREGATIONS[aggregation].having({"fixed_length": fixed_length})
+        entry = AGGREGATIONS[aggregation].with_options({"fixed_length": fixed_length})
         return token_scales(entry, self.sequence, live=torch.ones(4, dtype=torch.bool))[0]
 
     def selected(self, name: str, new: Tensor, options: dict[str, Any]) -> Tensor | None:
-        entry = LOSSES[name].having(options)
+        entry = LOSSES[name].with_options(options)
         if entry.select is None:
             return None
         inputs = SelectionInputs(
@@ -65,7 +65,7 @@ class Golden:
         """[T] with its correction weights; options that the loss does not have are ignored."""
         selected = self.selected(name, new, options)
         inputs = self.inputs(weights=weights, selected=selected)
-        losses, _ = LOSSES[name].having(options)(new, inputs)
+        losses, _ = LOSSES[name].with_options(options)(new, inputs)
         weighed = weights is not None and not LOSSES[name].applies_weights
         return losses * weights if weighed else losses
 

@@ -77,7 +77,7 @@ def steps(draw: st.DrawFn, rewards: Sequence[float] = ROUNDED) -> Step:
 
 
 def advantages(name: str, members: AdvantageInputs, options=None, **changes) -> Tensor:
-    return compute(ADVANTAGES[name].having(options or {}), replace(members, **changes)).values
+    return compute(ADVANTAGES[name].with_options(options or {}), replace(members, **changes)).values
 
 
 def chosen(order: Tensor, members: AdvantageInputs) -> tuple[AdvantageInputs, Tensor]:
@@ -99,13 +99,13 @@ def loss_and_gradient(
         rewards=step.members.rewards[sequence],
     )  # fmt: skip
     new = step.new.clone().requires_grad_()
-    losses, _ = LOSSES[name].having(options)(new, inputs)
+    losses, _ = LOSSES[name].with_options(options)(new, inputs)
     total = (losses * scales).sum()
     return total.detach(), torch.autograd.grad(total, new)[0]
 
 
 def scales_of(name: str, members: AdvantageInputs) -> Tensor:
-    entry = AGGREGATIONS[name].having({"fixed_length": 7})
+    entry = AGGREGATIONS[name].with_options({"fixed_length": 7})
     return token_scales(entry, members.sequence, live=members.live, group=members.groups)[0]
 
 

@@ -27,7 +27,7 @@ def with_everything(golden, **changes):
 
 
 def first_tokens(golden, name, options=None, **changes):
-    result = compute(ADVANTAGES[name].having(options or {}), with_everything(golden, **changes))
+    result = compute(ADVANTAGES[name].with_options(options or {}), with_everything(golden, **changes))
     return result.values[golden.position == 0].tolist()
 
 
@@ -76,7 +76,7 @@ def test_each_turn_has_the_credit_of_what_came_after_it():
     best, middle, worst = ((first - first.mean()) / (first.std() + 1e-6)).tolist()
     assert values.tolist() == pytest.approx([best, best, 0, middle, 0, 0, worst])
     later = replace(inputs, rewards=float64(4, 1, 0))  # now also the end differs: 2 and 1 from the second turn on
-    values = compute(ADVANTAGES["turn_grpo"].having({"gamma": 0.5}), later).values
+    values = compute(ADVANTAGES["turn_grpo"].with_options({"gamma": 0.5}), later).values
     assert values[2].item() == pytest.approx(-values[4].item()) == pytest.approx(0.5 / (0.5**0.5 + 1e-6))
     plain = replace(inputs, turns=None, earned=None)  # of one turn it is grpo
     both = [compute(ADVANTAGES[name], plain).values.tolist() for name in ("turn_grpo", "grpo")]
@@ -102,11 +102,11 @@ def test_kl_in_the_reward_enters_token_returns_token_by_token(golden):
 
 def test_gae(golden):
     inputs, options = with_everything(golden), {"gamma": 0.99, "lam": 0.95}
-    raw = compute(ADVANTAGES["gae"].having({**options, "whiten": False}), inputs)
+    raw = compute(ADVANTAGES["gae"].with_options({**options, "whiten": False}), inputs)
     assert raw.values[golden.sequence == 0].tolist() == pytest.approx(
         (0.630667, 0.720019, 0.866823, 0.981625, 1.007268, 0.971634), abs=PRINTED
     )
-    white = compute(ADVANTAGES["gae"].having(options), inputs)
+    white = compute(ADVANTAGES["gae"].with_options(options), inputs)
     assert white.values[golden.sequence == 0].tolist() == pytest.approx(
         (-0.179579, -0.038984, 0.192015, 0.372656, 0.413007, 0.356935), abs=PRINTED
     )
@@ -171,7 +171,7 @@ def test_drpo_counts_a_group_once_and_dead_groups_not_at_all():
     weighted = plain * float64(1.5, 1.5, 1.5, 1.5, 0.5, 0.5, 0, 0)
     assert torch.allclose(values, weighted / (weighted.std() + 1e-6), atol=1e-12)
     extreme = replace(inputs, domain_weights=float64(*[1e9] * 4, 1, 1, 1, 1))
-    values = compute(ADVANTAGES["drpo"].having({"drpo_renorm": "rms"}), extreme).values
+    values = compute(ADVANTAGES["drpo"].with_options({"drpo_renorm": "rms"}), extreme).values
     ratio = (values / plain)[0] / (values / plain)[4]
     assert ratio.item() == pytest.approx(2 / 0.1)  # 2e-9 of the mean is raised to 0.1
 
@@ -185,9 +185,9 @@ def test_whitening_which_is_an_option_where_the_estimator_allows_it(golden):
     equal, some = torch.full((8,), 0.1, dtype=torch.float64), torch.arange(8) < 7
     assert not whitened(equal, some).any()  # their mean is off by 1e-17, which the scale would make 1e-13
     inputs = golden.members()
-    turned_on = compute(ADVANTAGES["reinforce"].having({"whiten": True}), inputs)
+    turned_on = compute(ADVANTAGES["reinforce"].with_options({"whiten": True}), inputs)
     assert torch.equal(turned_on.values, compute(ADVANTAGES["reinforce_pp"], inputs).values)
-    turned_off = compute(ADVANTAGES["reinforce_pp"].having({"whiten": False}), inputs)
+    turned_off = compute(ADVANTAGES["reinforce_pp"].with_options({"whiten": False}), inputs)
     assert torch.equal(turned_off.values, compute(ADVANTAGES["reinforce"], inputs).values)
 
 
@@ -210,7 +210,7 @@ def test_an_excluded_member_is_in_no_statistic(golden, value):
 def test_a_constant_group_gets_exactly_zero(golden, name, std_eps):
     third = 0.1 + 0.2  # differs from 0.3 by a rounding residue
     inputs = with_everything(golden, rewards=(0.3, third, 0.5, 2))
-    result = compute(ADVANTAGES[name].having({"std_eps": std_eps}), inputs)
+    result = compute(ADVANTAGES[name].with_options({"std_eps": std_eps}), inputs)
     assert (result.values[golden.sequence < 2] == 0).all()
     assert result.values[golden.sequence >= 2].abs().max() > 0
     assert result.live.all()
@@ -223,7 +223,7 @@ def test_a_constant_group_gets_exactly_zero(golden, name, std_eps):
 def test_a_lone_member_with_a_biased_baseline_is_not_blown_up(golden, name):
     """Three excluded members in its baseline: no spread over live members to divide by."""
     inputs = with_everything(golden, groups=ONE_GROUP, live=torch.tensor([True, False, False, False]))
-    assert compute(ADVANTAGES[name].having({"drpo_kl_damp": 0.75}), inputs).values.abs().max() < 10
+    assert compute(ADVANTAGES[name].with_options({"drpo_kl_damp": 0.75}), inputs).values.abs().max() < 10
 
 
 def test_the_clip_comes_last_and_is_counted_before_it_acts(golden):

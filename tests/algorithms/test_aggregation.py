@@ -9,7 +9,7 @@ GROUP = torch.tensor([0, 1, 1, 1])
 
 
 def entry_of(name):
-    return AGGREGATIONS[name].having({"fixed_length": 10})
+    return AGGREGATIONS[name].with_options({"fixed_length": 10})
 
 
 @pytest.mark.parametrize(("name", "per_sequence"), [

@@ -210,7 +210,7 @@ def shape(groups, *, normalise="off", clip=None, moments=None, components=()):
     config = AlgorithmConfig(preset="gdpo" if components else "grpo", exclude_status=["truncated"])
     row = resolve(config, max_tokens=9).model_copy(update={"reward_clip": clip, "reward_normalise": normalise})
     state = replace(restore(row, None), moments=moments or {})
-    groups, state, metrics = select.shape(groups, row, state, lambda source: dict.fromkeys(components, 1.0))
+    groups, state, metrics = select.shape_rewards(groups, row, state, lambda source: dict.fromkeys(components, 1.0))
     return groups, state.moments, metrics.means()
 
 

@@ -63,8 +63,8 @@ def test_an_unscored_token_weighs_one_and_says_nothing(name):
     scored, missing = gaps([[0.3, 0.4], [0.0]]), gaps([[0.3, NAN, 0.4], [NAN, NAN]])
     entry, present = ONCE[name], torch.tensor([0, 2])
     options = {"low": 0.0, "high": 1.4} if "low" in entry.options else {"high": 0.06}
-    expected = entry.having(options)(scored)
-    found = entry.having(options)(missing)
+    expected = entry.with_options(options)(scored)
+    found = entry.with_options(options)(missing)
     if found.weights is not None:
         assert torch.equal(found.weights[present], expected.weights[:2])
         assert found.weights[1] == 1 and found.weights[3:].tolist() == [1, 1]
@@ -74,9 +74,9 @@ def test_an_unscored_token_weighs_one_and_says_nothing(name):
 
 
 def test_masks_multiply_and_only_one_may_give_weights(golden):
-    first = CORRECTIONS["reject.token.k1"].having({"low": 0.97, "high": 1.03})
-    second = CORRECTIONS["reject.seq_max.k3"].having({"high": 0.0012})
-    third = CORRECTIONS["tis.token"].having({"high": 1.01})
+    first = CORRECTIONS["reject.token.k1"].with_options({"low": 0.97, "high": 1.03})
+    second = CORRECTIONS["reject.seq_max.k3"].with_options({"high": 0.0012})
+    third = CORRECTIONS["tis.token"].with_options({"high": 1.01})
     found = apply([first, second, third], golden.mismatch)
     assert found.keep is not None and found.weights is not None
     one, other = (entry(golden.mismatch).keep for entry in (first, second))

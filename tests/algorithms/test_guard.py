@@ -80,7 +80,7 @@ def test_a_gap_of_80_is_finite(loss: str, kl: dict[str, Any]) -> None:
 def test_corrections_of_a_gap_of_80(name: str, gap: str) -> None:
     bounds = {"low": 0.9, "high": 1.1, "threshold": 0.01}
     chosen = {key: bounds[key] for key, value in CORRECTIONS[name].options.items() if value is None}
-    flat, correct = columns(rollout=NEW + GAPS[gap]), CORRECTIONS[name].having(chosen)
+    flat, correct = columns(rollout=NEW + GAPS[gap]), CORRECTIONS[name].with_options(chosen)
     if not CORRECTIONS[name].each_update:
         live = torch.ones(TOKENS, dtype=torch.bool)
         assert flat.old is not None and flat.rollout is not None
@@ -100,7 +100,7 @@ def test_corrections_of_a_gap_of_80(name: str, gap: str) -> None:
     ("name", "kind"), [*((name, "k1") for name in ADVANTAGES), *(("gae", kind) for kind in KINDS if kind != "k1")]
 )
 def test_a_kl_of_80_in_the_reward(golden, name: str, kind: str) -> None:
-    estimator, members = ADVANTAGES[name].having({"drpo_kl_damp": 0.75}), torch.ones(4).double()
+    estimator, members = ADVANTAGES[name].with_options({"drpo_kl_damp": 0.75}), torch.ones(4).double()
     for gap in (80.0, -80.0, 80.0 * (-1) ** golden.position):
         inputs = golden.members(
             token_penalties=0.1 * KINDS[kind].function(golden.old, golden.old - gap), values=golden.old,

@@ -156,7 +156,7 @@ def test_gdpo_of_one_term_is_whitened_grpo(step):
 @given(steps(), st.floats(0.5, 1), st.floats(0, 1))
 def test_gae_is_its_recursion(step, gamma, lam):
     members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
-    result = compute(ADVANTAGES["gae"].having({"gamma": gamma, "lam": lam, "whiten": False}), members)
+    result = compute(ADVANTAGES["gae"].with_options({"gamma": gamma, "lam": lam, "whiten": False}), members)
     expected = torch.zeros_like(step.old)
     for member, reward in enumerate(members.rewards):
         value, advantage = members.final_values[member], 0.0
@@ -172,7 +172,7 @@ def test_gae_is_its_recursion(step, gamma, lam):
 def test_gae_without_values_or_discount_is_the_return(step):
     members = replace(step.members, token_penalties=0.1 * (step.old - step.ref))
     zero = {"values": torch.zeros_like(step.old), "final_values": None}
-    gae = compute(ADVANTAGES["gae"].having({"gamma": 1.0, "lam": 1.0, "whiten": False}), replace(members, **zero))
+    gae = compute(ADVANTAGES["gae"].with_options({"gamma": 1.0, "lam": 1.0, "whiten": False}), replace(members, **zero))
     assert same(gae.values, advantages("reinforce", members))
     assert gae.returns is not None and same(gae.returns, gae.values)
 

@@ -154,7 +154,7 @@ def test_what_is_not_live_reaches_nothing(clip):
 
 def test_the_reference_value_of_a_critic_also_in_micro_batches(golden):
     old = 0.1 * (golden.sequence + golden.position).double().cos()
-    gae = ADVANTAGES["gae"].having({"gamma": 0.99, "lam": 0.95})
+    gae = ADVANTAGES["gae"].with_options({"gamma": 0.99, "lam": 0.95})
     returns = compute(gae, golden.members(values=old)).returns
     rows = (old + 0.3 * golden.position.double().sin(), old, returns, torch.full_like(old, 1 / 18))
     whole = to_metrics([value_objective(*rows, clip=0.2)[1]]).means()

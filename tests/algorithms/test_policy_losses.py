@@ -146,7 +146,7 @@ def test_selected_tokens_of_clip_cov_have_no_loss(golden):
 def test_without_an_advantage_no_loss_moves_a_policy_from_where_it_was(name, golden):
     new = golden.old.clone().requires_grad_()
     inputs = golden.inputs(advantages=torch.zeros_like(new), selected=golden.live)
-    losses, _ = LOSSES[name].having(WIDER)(new, inputs)
+    losses, _ = LOSSES[name].with_options(WIDER)(new, inputs)
     losses.sum().backward()
     assert LOSSES[name].by_advantage and not new.grad.any()
 

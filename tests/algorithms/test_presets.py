@@ -3,7 +3,7 @@
 import pytest
 
 from saccade.algorithms.build import resolve
-from saccade.algorithms.describe import cells, describe, resolved_options
+from saccade.algorithms.describe import describe, options_in_effect, resolved_options
 from saccade.config import AlgorithmConfig
 from saccade.config.schema.presets import PRESETS
 
@@ -120,6 +120,6 @@ def test_add_ons_are_laid_over_a_row(algorithm):
 def test_the_cells_that_are_shown_are_all_of_the_row(preset):
     row = resolve(AlgorithmConfig(preset=preset), max_tokens=1024)
     batch = {"samples_per_prompt": row.samples_per_prompt, "updates_per_step": row.updates_per_step}
-    over_grpo = resolve(AlgorithmConfig(**cells(row)), max_tokens=1024, **batch)
+    over_grpo = resolve(AlgorithmConfig(**options_in_effect(row)), max_tokens=1024, **batch)
     over_grpo = over_grpo.model_copy(update={"reward_clip": row.reward_clip})
     assert resolved_options(over_grpo) == resolved_options(row)

@@ -65,11 +65,11 @@ def test_a_filter_of_your_own(algorithm, records, tmp_path):
     )
     groups = [records.group(uid, [0.0, 1.0]) for uid in "abc"]
     row = algorithm(f"filter.function={path}:last")
-    kept, reasons = select.keep_chosen(groups, row)
+    kept, reasons = select.apply_user_filter(groups, row)
     assert [g.uid for g in kept] == ["b", "c"] and reasons == {"own": 1}
     row = algorithm(f"filter.function={path}:other")
     with pytest.raises(ConfigError, match=r"filter\.function=.*return some of its argument"):
-        select.keep_chosen(groups, row)
+        select.apply_user_filter(groups, row)
 
 
 @pytest.mark.parametrize(("groups", "updates"), [(8, 1), (8, 3), (2, 4), (0, 2)])

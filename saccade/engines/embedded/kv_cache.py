@@ -329,7 +329,7 @@ class KVCache:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
             keys, values = (tensors[layer].flatten(0, 1).index_select(0, index) for tensors in (self.keys, self.values))
-            inside = numbers if blocks is not None and blocks.apply(window) else None
+            inside = numbers if blocks is not None and blocks.applies_to(window) else None
             usual = inside is None and (window is None or window > 0) and q.shape[-1] <= LARGEST_FLASH_HEAD
             if q.is_cuda and q.dtype in HALF and usual:
                 return varlen(q, keys, values, (cu_q, cu_k), longest, scale, window)
@@ -365,7 +365,7 @@ class KVCache:
         def mask_of(window: Window) -> Tensor:
             """[rows, 1, width, length]"""
             mask = causal
-            if blocks is not None and blocks.apply(window):
+            if blocks is not None and blocks.applies_to(window):
                 own = np.full((count, length), -1)
                 own[row_of[owner], cached[owner] + offsets] = blocks.numbers
                 queries = np.take_along_axis(own, last, 1)

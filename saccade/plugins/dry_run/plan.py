@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from saccade.algorithms.describe import cells, describe
+from saccade.algorithms.describe import describe, options_in_effect
 from saccade.checks import idle_gpus, not_counted, unread
 from saccade.checks.steps import algorithm_of, total_steps
 from saccade.config import Config, DataSource
@@ -34,7 +34,7 @@ def print_plan(config: Config, name: str, *, full: bool) -> None:
         )
     tree = _read_by(name, config.model_dump(mode="json", exclude_unset=not full))
     if full and algorithm is not None:
-        tree["algorithm"] = {"preset": tree["algorithm"]["preset"]} | cells(algorithm)
+        tree["algorithm"] = {"preset": tree["algorithm"]["preset"]} | options_in_effect(algorithm)
     lines = [f"{part}: {write(value, flow=True)}" for part, value in tree.items() if value]
     print(write(tree) if full else "".join(lines), end="")
     if algorithm is not None:

@@ -392,7 +392,7 @@ def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer
             continue
         window = told[layer]
         wanted = place[:, None] >= place
-        if blocks is not None and blocks.apply(window):
+        if blocks is not None and blocks.applies_to(window):
             numbers = torch.from_numpy(blocks.numbers)
             wanted |= (numbers[:, None] == numbers) & (numbers >= 0)
         if window is not None:

@@ -252,7 +252,7 @@ def objective(
     else:
         assert ref is not None, "this loss needs a reference"
         inputs = Labelled(logprobs=totals, ref=ref, desirable=chosen, z=totals.new_tensor(row.z))
-    losses, found = PREFERENCES[row.loss].having(row.options)(inputs)
+    losses, found = PREFERENCES[row.loss].with_options(row.options)(inputs)
     nll = -totals[chosen].sum()
     loss = losses.sum() / row.count
     if row.nll_coef and row.chosen_tokens:  # a step of kto may have bad responses only

@@ -136,7 +136,7 @@ def rating_objective(row: RatingLoss, scores: Tensor, kappa: Tensor, keys: Keys)
         decided, tied = label.abs() == 1, label == 0
         chosen, rejected = upper[decided], lower[decided]
         options = {"margin": margins[decided], "kappa": kappa}
-        total = REWARD_LOSSES[row.loss].having(options)(chosen, rejected).sum()
+        total = REWARD_LOSSES[row.loss].with_options(options)(chosen, rejected).sum()
         if row.center_coef:  # keeps scores around 0 (arXiv 2312.09244)
             total = total + row.center_coef * (chosen + rejected).square().sum()
         total = total + row.tie_coef * (upper[tied] - lower[tied]).abs().sum()
