@@ -46,7 +46,7 @@ from saccade.trainer.local import LocalTrainer
 from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, MediaSpan, Message, Sample, Source, Trajectory
 
-CLOCKED = {"hidden_at": "forward", "read": "forward + head", "sum_gradients": "gradients"}
+CLOCKED = {"hidden_at": "forward", "score": "forward + head", "sum_gradients": "gradients"}
 
 
 def family_and_model(folder: Path, size: str, rank: int) -> tuple[Family, Any]:

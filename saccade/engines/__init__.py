@@ -25,7 +25,7 @@ class Capabilities:
     support: bool = False  # returns the kept ids of truncated sampling
     shares_weights: bool = False  # uses the trainer's tensors: update_weights copies nothing
     separate_memory: bool = False  # has its own device memory, so it can generate while the trainer trains
-    keeps_keys: bool = False  # weights may change while sequences run: these continue with their cached keys
+    live_updates: bool = False  # weights may change while sequences run: these continue with their cached keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Settings:
     max_length: int = 32_768  # tokens of prompt and response
     max_images: int = 64  # of one prompt
     max_pixels: int = 1_003_520  # of one image
-    finite: bool = False  # raise if log-probs are not finite; off while training, which skips the step
+    check_nan: bool = False  # raise if log-probs are not finite; off while training, which skips the step
     first_tokens: bool = False  # some requests have other settings for their first token
     tensor_parallel: int = 1
     memory_share: float = 0.6
@@ -90,7 +90,7 @@ class Engine(Protocol):
         return
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        """Sample with these weights from now on; drop older caches. With `keeps_keys`, running sequences keep
+        """Sample with these weights from now on; drop older caches. With `live_updates`, running sequences keep
         their keys and values, and all their further tokens have the version of their first key.
         """
         ...
@@ -137,7 +137,7 @@ def require_room(request: Request, longest: int) -> None:
         )
 
 
-def not_finite(weights: Iterable[tuple[str, Any]]) -> TrainingError:
+def nonfinite_error(weights: Iterable[tuple[str, Any]]) -> TrainingError:
     """The error for log-probs that are not finite, naming the weight that they come from."""
     broken = (name for name, tensor in weights if not tensor.isfinite().all())
     if name := next(broken, None):
@@ -146,13 +146,13 @@ def not_finite(weights: Iterable[tuple[str, Any]]) -> TrainingError:
     return TrainingError("log-probs are not finite, although all weights are: use model.dtype=float32")
 
 
-def content_of(request: Request) -> Any:
+def prompt_key(request: Request) -> Any:
     """Key that is equal for requests that can share a prefill: ids, and media with their positions."""
     media = tuple((span.start, span.media.key) for span in request.media)
     return (request.ids.tobytes(), media)
 
 
-def nothing_sampled(key: str) -> Completion:
+def empty_completion(key: str) -> Completion:
     """The completion of a request that was aborted before it was computed."""
     ids, logprobs, versions = (np.zeros(0, kind) for kind in (np.int64, np.float32, np.int32))
     return Completion(key=key, ids=ids, logprobs=logprobs, versions=versions, finish="aborted")

@@ -40,4 +40,4 @@ def build(settings: Settings, family: Family, model: Any = None) -> Engine:
             device=torch.device(settings.device),
             trust_remote_code=settings.trust_remote_code,
         )
-    return EmbeddedEngine(model, family, max_sequences=settings.max_sequences, finite=settings.finite)
+    return EmbeddedEngine(model, family, max_sequences=settings.max_sequences, check_nan=settings.check_nan)

@@ -91,8 +91,8 @@ def require_capabilities(config: Config, engine: Engine) -> None:
     rollout, can = config.rollout, engine.capabilities()
     if (rollout.top_p < 1 or rollout.top_k > 0) and not can.support:
         raise ConfigError(f"rollout.truncated_sampling: not with {rollout.engine}; use rollout.engine=embedded")
-    if rollout.keep_keys and not (can.keeps_keys and can.separate_memory):
-        why = "replicas share a GPU with the trainer" if can.keeps_keys else f"{rollout.engine} computes them again"
+    if rollout.keep_keys and not (can.live_updates and can.separate_memory):
+        why = "replicas share a GPU with the trainer" if can.live_updates else f"{rollout.engine} computes them again"
         raise ConfigError(f"rollout.keep_keys: {why}; use rollout.keep_keys=false")
 
 

@@ -159,13 +159,13 @@ def test_log_probs_that_are_no_numbers_end_it_where_nobody_trains(load, family, 
     asked = requests(prompts[:1], repeats=2)
     (first, _) = generate(EmbeddedEngine(model, family), asked)
     assert len(first.ids) == 12 and np.isnan(first.logprobs).all()  # a trainer skips its update
-    engine = EmbeddedEngine(model, family, finite=True)
+    engine = EmbeddedEngine(model, family, check_nan=True)
     with pytest.raises(TrainingError, match=f"log-probs are not finite, because {name} holds NaN"):
         generate(engine, asked)
     assert all(s.sampled <= 1 for s in engine.scheduler.running.values())  # at the first look
     weight.data.fill_(3e38)
     with pytest.raises(TrainingError, match="although all weights are"):
-        generate(EmbeddedEngine(model, family, finite=True), asked)
+        generate(EmbeddedEngine(model, family, check_nan=True), asked)
 
 
 def test_a_prompt_is_computed_once_however_late_its_members_come(load, family, prompts, paged):

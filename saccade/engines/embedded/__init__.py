@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.engines import Capabilities, Engine, not_finite, require_room
+from saccade.engines import Capabilities, Engine, nonfinite_error, require_room
 from saccade.engines.embedded.kv_cache import KVCache, cache_shape
-from saccade.engines.embedded.sampling import cuts, draw
+from saccade.engines.embedded.sampling import draw, truncates
 from saccade.engines.embedded.scheduler import PREFILL_TOKENS, Scheduler
 from saccade.engines.embedded.sequences import Outputs, Part, Sequence
 from saccade.forest.attention import blocks_at
@@ -32,10 +32,10 @@ from saccade.types import Completion, MediaSpan, Request
 
 
 class EmbeddedEngine(Engine):
-    def __init__(self, model: nn.Module, family: Family, *, max_sequences: int = 512, finite: bool = False) -> None:
-        """`finite`: raise if log-probs are not finite; off while training, which skips the update instead."""
+    def __init__(self, model: nn.Module, family: Family, *, max_sequences: int = 512, check_nan: bool = False) -> None:
+        """`check_nan`: raise if log-probs are not finite; off while training, which skips the update instead."""
         self.model, self.family, self.max_sequences = model, family, max_sequences
-        self.version, self.finite = 0, finite
+        self.version, self.check_nan = 0, check_nan
         shape = cache_shape(model, family)
         self.banned = banned_mask(family, shape.device)
         self.cache = KVCache(shape, max_sequences)
@@ -84,7 +84,7 @@ class EmbeddedEngine(Engine):
     def update_weights(self, source: Any, version: int) -> None:
         """The tensors are the trainer's own, so nothing is copied."""
         if version != self.version:
-            self.scheduler.renew(version)
+            self.scheduler.set_version(version)
         self.version = version
         if self.graphs is not None:
             self.graphs.check_weights()
@@ -98,7 +98,7 @@ class EmbeddedEngine(Engine):
         self.outputs.clear()
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(support=True, shares_weights=True, keeps_keys=True)
+        return Capabilities(support=True, shares_weights=True, live_updates=True)
 
     # -- a poll --
 
@@ -110,8 +110,8 @@ class EmbeddedEngine(Engine):
         elif ready:  # in the order of their pages, as they are read
             table = self.cache.pages.table
             ready = sorted(ready, key=lambda s: table[s.slot, 0])
-            slots, cached, ahead = np.array([(s.slot, s.cached, s.ahead) for s in ready]).T
-            positions = np.tile(cached + ahead, (self.family.axes, 1))
+            slots, cached, offsets = np.array([(s.slot, s.cached, s.rope_delta) for s in ready]).T
+            positions = np.tile(cached + offsets, (self.family.axes, 1))
             hidden = self._forward(self.outputs.last(ready), positions, slots, cached, np.ones_like(cached))
             self._draw(hidden, None, ready)
 
@@ -119,7 +119,7 @@ class EmbeddedEngine(Engine):
         """Draw many tokens for each sequence, and prefill."""
         steps = self.scheduler.allocate_pages(ready, self.graphs.steps)
         self.scheduler.admit()
-        decode = self.scheduler.decodes(ready)
+        decode = self.scheduler.should_decode(ready)
         if decode:  # first: the host prepares prompts while the GPU decodes
             slots, pages = np.array([s.slot for s in ready]), self.cache.pages
             table = pages.table[slots, : int(pages.held[slots].max())]
@@ -201,30 +201,30 @@ class EmbeddedEngine(Engine):
         quick = None if self.graphs is None else self.graphs.draw
         logits = language_head(self.model)(hidden)
         ids, logprobs = draw(logits, rows, sequences, banned=self.banned, quick=quick)
-        self._note(sequences, ids[None], logprobs[None])
+        self._append(sequences, ids[None], logprobs[None])
 
     def _read(self, ready: SequenceOf[Sequence]) -> None:
         """Read the tokens of the burst, and the ids that truncated sampling kept."""
         ids, logprobs = self.graphs.read()
-        asked = [r for r, s in enumerate(ready) if s.request.sampling.support and cuts(s.sampling)]
+        asked = [r for r, s in enumerate(ready) if s.request.sampling.support and truncates(s.sampling)]
         if asked:
             kept = self.graphs.read_support()
             for row in asked:
                 drawn = np.flatnonzero(ids[:, row] >= 0).tolist()
                 ready[row].support += [kept(line, row) for line in drawn]
-        self._note(ready, ids, logprobs)
+        self._append(ready, ids, logprobs)
         if self.cache.states is not None:
             self.scheduler.follow_states(ready, ids >= 0)
 
-    def _note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
-        if self.finite and not np.isfinite(logprobs[ids >= 0]).all():
-            raise not_finite(self.model.named_parameters())
-        self.outputs.note(sequences, ids, logprobs)
+    def _append(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
+        if self.check_nan and not np.isfinite(logprobs[ids >= 0]).all():
+            raise nonfinite_error(self.model.named_parameters())
+        self.outputs.append(sequences, ids, logprobs)
 
     def _collect_finished(self) -> list[Completion]:
         done, self.scheduler.aborted = self.scheduler.aborted, []
         ready = [s for s in self.scheduler.running.values() if s.ready]
         for sequence, finish in self.outputs.ended(ready, self.family.chat):
             done.append(self.outputs.completion(sequence, finish))
-            self.scheduler.leave(sequence, done[-1])
+            self.scheduler.finish(sequence, done[-1])
         return done

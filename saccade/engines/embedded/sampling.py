@@ -35,7 +35,7 @@ SORTED = 64  # rows per call for truncated sampling outside of a CUDA graph, whi
 QuickDraw = Callable[[Tensor, Tensor | None, Sampling, Tensor, Tensor], Drawn]
 
 
-def cuts(sampling: Sampling) -> bool:
+def truncates(sampling: Sampling) -> bool:
     """Whether top_k or top_p restrict the ids to draw from."""
     return sampling.truncated and sampling.temperature > 0
 
@@ -60,7 +60,7 @@ def draw(
             own = to_device(np.array(chosen) if lines is None else lines[chosen], logits.device)
         keys = to_device(np.array([s.request.noise for s in members]), logits.device)
         index = to_device(np.array([s.request.first_index + s.sampled for s in members]), logits.device)
-        if quick is not None and not cuts(sampling):
+        if quick is not None and not truncates(sampling):
             drawn = quick(logits, own, sampling, keys, index)
         else:
             drawn = sample(logits if own is None else logits[own], sampling, banned=banned, keys=keys, index=index)
@@ -70,7 +70,7 @@ def draw(
         for row, sequence in enumerate(members):
             if kept is not None:
                 sequence.support.append(np.flatnonzero(kept[row]))
-            elif sequence.request.sampling.support and cuts(sequence.request.sampling):
+            elif sequence.request.sampling.support and truncates(sequence.request.sampling):
                 sequence.support.append(NOTHING_CUT)
     return ids, logprobs
 
@@ -80,7 +80,7 @@ def _pieces(sequences: SequenceOf[Sequence]) -> Iterator[tuple[Sampling, list[in
     for row, sequence in enumerate(sequences):
         groups.setdefault(sequence.sampling, []).append(row)
     for sampling, chosen in groups.items():
-        most = SORTED if cuts(sampling) else len(chosen)
+        most = SORTED if truncates(sampling) else len(chosen)
         for first in range(0, len(chosen), most):
             yield sampling, chosen[first : first + most]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from saccade.engines import content_of, nothing_sampled
+from saccade.engines import empty_completion, prompt_key
 from saccade.engines.embedded.kv_cache import KVCache
 from saccade.engines.embedded.sequences import IdleTurn, Outputs, Part, PrefillJob, Prefix, Sequence
 from saccade.errors import ConfigError
@@ -46,7 +46,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         # Requests share a prompt only if it may be computed with the same weights.
         assert request.key not in self.waiting, f"request {request.key} was submitted twice"
-        self.waiting[request.key] = Sequence(request=request, content=(self.version, content_of(request)))
+        self.waiting[request.key] = Sequence(request=request, prefill_key=(self.version, prompt_key(request)))
 
     def abort(self, key: str) -> None:
         if key in self.running:
@@ -57,18 +57,19 @@ class Scheduler:
                 sequence.ready = True  # so that it is collected, without being recomputed
             return
         if key in self.waiting:
-            content = self.waiting.pop(key).content
-            self.aborted.append(nothing_sampled(key))
-            if content in self.prefix_cache.prefixes and all(s.content != content for s in self.waiting.values()):
-                self.prefix_cache.drop(content)
+            prefill_key = self.waiting.pop(key).prefill_key
+            self.aborted.append(empty_completion(key))
+            waited_for = any(s.prefill_key == prefill_key for s in self.waiting.values())
+            if prefill_key in self.prefix_cache.prefixes and not waited_for:
+                self.prefix_cache.drop(prefill_key)
 
-    def leave(self, sequence: Sequence, completion: Completion) -> None:
+    def finish(self, sequence: Sequence, completion: Completion) -> None:
         """Free the slot of a sequence that has ended; keep the pages of an episode's turn."""
         request = sequence.request
         del self.running[request.key]
         # Recurrent states may have read tokens that were drawn after a stop string.
         stands = self.cache.state_length(sequence.slot) in (None, sequence.cached)
-        fresh = sequence.content[0] == self.version  # keys of old weights would give the next turn an old version
+        fresh = sequence.prefill_key[0] == self.version  # keys of old weights would give the next turn an old version
         pages, row = self.cache.detach(sequence.slot)
         if request.episode and completion.finish != "aborted" and stands and fresh:
             self.prefix_cache.turns[request.episode] = IdleTurn(
@@ -81,7 +82,7 @@ class Scheduler:
         else:
             self.cache.drop(pages, row)
 
-    def renew(self, version: int) -> None:
+    def set_version(self, version: int) -> None:
         """The weights have changed: drop kept prompts and turns, and restart unfinished prefills. Waiting requests get
         the new version; decoding sequences keep their keys and the version of these.
         """
@@ -94,7 +95,7 @@ class Scheduler:
                 self._evict(sequence)
         self.jobs.clear()
         for sequence in (*self.waiting.values(), *self.evicted):
-            sequence.content = (version, sequence.content[1])
+            sequence.prefill_key = (version, sequence.prefill_key[1])
 
     # -- admission --
 
@@ -152,7 +153,7 @@ class Scheduler:
             if turn is not None:
                 self.prefix_cache.turns[sequence.request.episode] = turn  # type: ignore[index]
             return False
-        sequence.slot, sequence.resumed = slot, 0 if turn is None else turn.cached
+        sequence.slot, sequence.cached_prompt = slot, 0 if turn is None else turn.cached
         return True
 
     def _find_pages(self, sequence: Sequence, turn: IdleTurn | None) -> bool:
@@ -168,7 +169,7 @@ class Scheduler:
         else:  # pages for members that get a copy of a prompt when it is complete
             spare = sum(len(job.members) - (job.prefix is None) for job in self.jobs.values())
         while True:
-            if fresh and (sequence.content in self.jobs or sequence.content in self.prefix_cache.prefixes):
+            if fresh and (sequence.prefill_key in self.jobs or sequence.prefill_key in self.prefix_cache.prefixes):
                 needed = 1  # all but the last page are shared
             else:
                 held = 0 if turn is None else len(turn.pages)
@@ -182,8 +183,8 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence) -> int:
         """Start a prefill job, or join one with the same prompt. Returns the tokens it adds."""
-        alone = sequence.resumed or sequence.sampled
-        key = sequence.request.key if alone else sequence.content
+        alone = sequence.cached_prompt or sequence.sampled
+        key = sequence.request.key if alone else sequence.prefill_key
         if key in self.jobs:
             self.jobs[key].members.append(sequence)
             return 0
@@ -199,7 +200,7 @@ class Scheduler:
             members=[sequence],
             ids=ids,
             positions=self.family.positions(len(ids), sequence.request.media),
-            cached=sequence.resumed,
+            cached=sequence.cached_prompt,
             hidden=None if prefix is None else prefix.hidden,
             prefix=prefix,
         )
@@ -237,7 +238,7 @@ class Scheduler:
         of each prompt, and the members that draw from it.
         """
         done = {key: job for key, job in self.jobs.items() if job.hidden is not None}
-        groups, started, wanted = [], [], {s.content for s in self.waiting.values()} if done else set()
+        groups, started, wanted = [], [], {s.prefill_key for s in self.waiting.values()} if done else set()
         for key, job in done.items():
             del self.jobs[key]
             assert job.hidden is not None
@@ -251,7 +252,7 @@ class Scheduler:
             groups.append((job.members[0].slot, pages, len(job.ids), others))
             started.append((job.hidden, job.members))
             for sequence in job.members:
-                sequence.ahead, sequence.ready = job.ahead, True
+                sequence.rope_delta, sequence.ready = job.rope_delta, True
         self._evict_without_page(groups)
         self.cache.fork_prompts([(first, a, n, [s.slot for s in others]) for first, a, n, others in groups])
         for job in done.values():
@@ -274,7 +275,7 @@ class Scheduler:
 
     def _evict(self, sequence: Sequence) -> None:
         self.cache.pages.drop(self.cache.pages.detach(sequence.slot))
-        sequence.ready, sequence.content = False, (self.version, sequence.content[1])
+        sequence.ready, sequence.prefill_key = False, (self.version, sequence.prefill_key[1])
         self.evicted.appendleft(sequence)
 
     def allocate_pages(self, ready: list[Sequence], steps_of: Callable[[SequenceOf[Sequence]], int]) -> int:
@@ -304,7 +305,7 @@ class Scheduler:
             if count < len(drawn) and sequence.remaining and not stops:
                 self._evict(sequence)
 
-    def decodes(self, ready: SequenceOf[Sequence]) -> bool:
+    def should_decode(self, ready: SequenceOf[Sequence]) -> bool:
         """Whether to decode now: not while many more can start soon, as a larger batch decodes
         faster; but a long prompt takes many forwards, so only for PATIENCE of them.
         """
@@ -327,11 +328,11 @@ class PrefixCache:
 
     def drop_unwanted(self, wanted: set[Any]) -> None:
         """Drop prompts that no waiting request begins with."""
-        for content in [content for content in self.prefixes if content not in wanted]:
-            self.drop(content)
+        for prefill_key in [key for key in self.prefixes if key not in wanted]:
+            self.drop(prefill_key)
 
-    def drop(self, content: Any) -> None:
-        self.cache.pages.drop(self.prefixes.pop(content).pages)
+    def drop(self, prefill_key: Any) -> None:
+        self.cache.pages.drop(self.prefixes.pop(prefill_key).pages)
 
     def turn_before(self, request: Request) -> IdleTurn | None:
         """Remove and return the turn that a request continues. Another turn of its episode is dropped."""

@@ -20,10 +20,10 @@ class Sequence:
     """
 
     request: Request
-    content: tuple[int, Any]  # (version of its first key, prompt); requests with equal content share a prefill
+    prefill_key: tuple[int, Any]  # (version of its first key, prompt); requests with equal keys share a prefill
     slot: int = -1
-    resumed: int = 0  # tokens of its prompt that a kept turn has cached
-    ahead: int = 0  # position id of a new token, minus its index
+    cached_prompt: int = 0  # tokens of its prompt that a kept turn has cached
+    rope_delta: int = 0  # position id of a new token, minus its index
     sampled: int = 0
     searched: int = 0  # sampled tokens in which stop strings were looked for
     ready: bool = False  # all but its last token is cached, so it can decode
@@ -99,7 +99,7 @@ class PrefillJob:
         return 0 if self.hidden is not None else len(self.ids) - self.cached
 
     @property
-    def ahead(self) -> int:
+    def rope_delta(self) -> int:
         return int(self.positions[:, -1].max()) + 1 - len(self.ids)
 
     def cut(self, budget: int) -> int:
@@ -135,13 +135,13 @@ class Outputs:
             wider[:rows, :columns] = self.rows
             self.rows = wider
 
-    def note(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
+    def append(self, sequences: SequenceOf[Sequence], ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Append ids and log-probs [steps, sequences]; an id is -1 where a sequence had ended. A token has
         the version of the oldest key that it reads.
         """
         slots = np.array([s.slot for s in sequences])
         places = np.array([s.sampled for s in sequences])
-        versions = np.array([s.content[0] for s in sequences])
+        versions = np.array([s.prefill_key[0] for s in sequences])
         for line, line_logprobs in zip(ids, logprobs, strict=True):
             drawn = line >= 0
             at = slots[drawn], places[drawn]

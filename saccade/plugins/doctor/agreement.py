@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from saccade.engines import Engine, generate, not_finite
+from saccade.engines import Engine, generate, nonfinite_error
 from saccade.forest import interface
 from saccade.forest.packing import pack
 from saccade.models.families import Family

@@ -27,7 +27,7 @@ SIZES = ((60, 50), (140, 70))  # (height, width) of the pictures in a test promp
 class CopyEngine(Engine):
     name: str
     sleeps: bool  # frees memory between rollouts
-    keeps_keys = False  # see `Capabilities`
+    live_updates = False  # see `Capabilities`
     renamed: Callable[[str], str]  # maps all names of a tensor to one; empty: the engine ignores it
 
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
@@ -86,7 +86,7 @@ class CopyEngine(Engine):
         the request.
         """
         found = np.array(logprobs, dtype=np.float32)
-        if self.settings.finite:
+        if self.settings.check_nan:
             require_finite(found)
         versions = np.full(len(ids), version, dtype=np.int32)
         return Completion(key=key, ids=np.array(ids, dtype=np.int64), logprobs=found, versions=versions, finish=finish)
@@ -94,7 +94,7 @@ class CopyEngine(Engine):
     # -- weights --
 
     def update_weights(self, source: WeightSource, version: int) -> None:
-        assert self.keeps_keys or not self._running, "weights change while sequences are running"
+        assert self.live_updates or not self._running, "weights change while sequences are running"
         if version == self._handed_over:
             return
         self._rouse("weights")
@@ -116,7 +116,7 @@ class CopyEngine(Engine):
         self._unusable = ""
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(keeps_keys=self.keeps_keys)
+        return Capabilities(live_updates=self.live_updates)
 
     # -- memory --
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.engines import Capabilities, Engine, Settings, nothing_sampled
+from saccade.engines import Capabilities, Engine, Settings, empty_completion
 from saccade.errors import ConfigError, SaccadeError
 from saccade.models.families import Family
 from saccade.plugins.judges.http_client.chat_client import Answer, ChatClient
@@ -76,7 +76,7 @@ class HttpEngine(Engine):
     def abort(self, key: str) -> None:
         if asked := self._open.pop(key, None):
             asked.cancel()
-            self._done.append(nothing_sampled(key))
+            self._done.append(empty_completion(key))
 
     def update_weights(self, source: Any, version: int) -> None:
         why = "an endpoint takes no weights, so http only evaluates"

@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from saccade.config import Config
-from saccade.engines import Engine, generate, not_finite
+from saccade.engines import Engine, generate, nonfinite_error
 from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.media.kinds import open_any
@@ -102,7 +102,7 @@ def probe(
     others = bench.ask([_with_pictures(prompt, ANOTHER) for prompt in seen])
     gap, by_picture = bench.gap(answers), None
     if np.isnan(gap) and np.isnan(np.concatenate(bench.score(answers))).any():
-        raise not_finite(policy.weights())
+        raise nonfinite_error(policy.weights())
     bench.judge_sight(answers, others)
     bench.judge_gap(answers, gap)
     if seen:

@@ -38,7 +38,7 @@ def answering_engine(
         cache = rollout.http.cache or (str(answers) if answers else None)
         http = rollout.http.model_copy(update={"cache": cache})
         return build(Settings(engine="http", folder="", dtype="", args=rollout.engine_args, http=http), family)
-    return start_engine(config, replace(settings_of(config, family), finite=True), family, logs=logs)
+    return start_engine(config, replace(settings_of(config, family), check_nan=True), family, logs=logs)
 
 
 def model_name(config: Config, engine: Engine) -> str:

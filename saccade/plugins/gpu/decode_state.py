@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
-from saccade.engines.embedded.sampling import cuts
+from saccade.engines.embedded.sampling import truncates
 from saccade.engines.embedded.sequences import Sequence
 
 # token: the next input id; length: tokens before it in the pages; position: its position id; index:
@@ -37,8 +37,8 @@ def rows_of(
     rows = []
     for s, token, alike, row in zip(sequences, *(x.tolist() for x in (tokens, shared, states)), strict=True):
         request, how = s.request, s.request.sampling
-        place = (token, s.cached, s.cached + s.ahead, request.first_index + s.sampled, request.noise, s.remaining)
-        rows.append((*place, not how.ignore_eos, how.top_k, how.support and cuts(how), alike, row))
+        place = (token, s.cached, s.cached + s.rope_delta, request.first_index + s.sampled, request.noise, s.remaining)
+        rows.append((*place, not how.ignore_eos, how.top_k, how.support and truncates(how), alike, row))
     packed = np.zeros((FIELDS, padded), dtype=np.int64)
     packed[LENGTH] = -1
     packed[:, : len(rows)] = np.array(rows).T

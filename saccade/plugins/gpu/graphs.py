@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from saccade.engines.embedded import sequences
 from saccade.engines.embedded.kv_cache import PAGE, KVCache
-from saccade.engines.embedded.sampling import Drawn, cuts
+from saccade.engines.embedded.sampling import Drawn, truncates
 from saccade.forest.attention import ForwardPlan, Window
 from saccade.forest.device_ops import to_device
 from saccade.models.experts import capturable
@@ -104,7 +104,7 @@ class Graphs:
         sequence; `table` [B, pages].
         """
         settings = [s.request.sampling for s in ready]
-        cutting, count = any(map(cuts, settings)), len(ready)
+        cutting, count = any(map(truncates, settings)), len(ready)
         padded = fields.bucket(count)
         self._widen(table.shape[1])
         lengths = np.array([s.cached for s in ready])

@@ -34,7 +34,7 @@ from saccade.forest.batch import Batch
 from saccade.models.heads import change_logits
 from saccade.plugins.preferences.preference_losses import negative_log_sigmoid
 from saccade.plugins.reward_models.reward_head import RewardHead
-from saccade.trainer import Loss, Objective, ForwardModel, Update
+from saccade.trainer import ForwardModel, Loss, Objective, Update
 from saccade.trainer.local import LocalTrainer
 from saccade.types import Metrics
 

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saccade.engines import Capabilities, Engine, Settings, WeightSource, content_of, nothing_sampled
+from saccade.engines import Capabilities, Engine, Settings, WeightSource, empty_completion, prompt_key
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
 from saccade.plugins.engines.replicas.replica import Died, Events, Replica, tail
 from saccade.types import Completion, Request
@@ -36,7 +36,7 @@ ATTEMPTS = 3  # deaths of replicas that a request may survive; one more ends the
 @dataclass(kw_only=True)
 class _Task:
     request: Request
-    content: Any
+    prompt_key: Any
     engine: Replica | None = None  # that has the task; None: not yet assigned
     attempts: int = 0
     aborted: bool = False
@@ -82,7 +82,7 @@ class Replicas(Engine):
 
     def submit(self, request: Request) -> None:
         assert request.key not in self._tasks, f"request {request.key} was submitted twice"
-        self._tasks[request.key] = _Task(request=request, content=content_of(request))
+        self._tasks[request.key] = _Task(request=request, prompt_key=prompt_key(request))
 
     def poll(self) -> list[Completion]:
         serving = not self.pending or any(not task.aborted for task in self._tasks.values())
@@ -167,11 +167,11 @@ class Replicas(Engine):
             for task in self._tasks.values():
                 if task.engine is not None:
                     work[task.engine] += task.work
-                    homes.setdefault(task.content, task.engine)
+                    homes.setdefault(task.prompt_key, task.engine)
             for task in waiting:
-                engine = task.engine = self._choose(task, work, homes.get(task.content))
+                engine = task.engine = self._choose(task, work, homes.get(task.prompt_key))
                 work[engine] += task.work
-                homes.setdefault(task.content, engine)
+                homes.setdefault(task.prompt_key, engine)
                 if task.request.episode is not None:
                     self._episodes[task.request.episode] = engine
                 engine.unsent.append(("submit", task.request))
@@ -190,7 +190,7 @@ class Replicas(Engine):
 
     def _give_up(self, key: str) -> None:
         del self._tasks[key]
-        self._finished.append(nothing_sampled(key))
+        self._finished.append(empty_completion(key))
 
     # -- starts and failures --
 

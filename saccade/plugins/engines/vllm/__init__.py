@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from saccade.engines import Settings, content_of
+from saccade.engines import Settings, prompt_key
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.pixel_cache import ImageCache
 from saccade.models import DECLARED
@@ -50,7 +50,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # spreads small numbers over 64 bits
 
 class VllmEngine(CopyEngine):
     name = "vllm"
-    keeps_keys = True
+    live_updates = True
 
     def __init__(self, settings: Settings, family: Family, *, beside_trainer: bool = False) -> None:
         found = probe()
@@ -99,7 +99,7 @@ class VllmEngine(CopyEngine):
         return self._engine.add_request(request.key, prompt, params_of(request, self._eos))
 
     def _prompt(self, request: Request) -> dict[str, Any]:
-        content = content_of(request)
+        content = prompt_key(request)
         if self._last is None or self._last[0] != content:
             named = self.version if self._invalidates else None
             raw = prompt_of(request, self.family, self._pictures.get, named)
