@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from saccade.config import load
+from saccade.errors import DataError
 from saccade.models.families import load_family
 from saccade.plugins.families import tiny
 from saccade.plugins.quickstart.counting import write_jsonl
@@ -139,6 +140,21 @@ def test_the_searcher_writes_calls_as_the_environment_reads_them(scenes, tmp_pat
         looks = [text for text in said[:-1] if AGAIN not in text]
         assert len(row["images"]) == 1 + len(looks)  # every look shows something
         assert "<tool_call>" in said[0]
+
+
+def test_a_failed_run_leaves_no_set_and_the_next_one_goes_ahead(scenes, tmp_path):
+    rows, none = tmp_path / "rows.jsonl", tmp_path / "none.jsonl"
+    good = written(scenes["easy"])[0]
+    picture = good["images"][0] | {"path": str(scenes["easy"].parent / good["images"][0]["path"])}
+    plain = {"problem": "What?", "answer": "3"}  # no scene: raises after the first row is written
+    rows.write_text("".join(json.dumps(row) + "\n" for row in (good | {"images": [picture]}, plain)))
+    none.write_text(json.dumps({"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "3"}]}))
+    for source, problem in ((rows, "no scene of"), (none, "no row became a trajectory")):
+        with pytest.raises(DataError, match=problem):
+            coldstart.run(load(None, ENV), source, tmp_path / "cold")
+        assert not (tmp_path / "cold" / "train.jsonl").exists()
+    assert coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "cold") == {"written": 6}
+    assert len(written(tmp_path / "cold" / "train.jsonl")) == 6
 
 
 OWN = """

@@ -13,13 +13,13 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import PIL
 from PIL import Image
@@ -82,10 +82,10 @@ def write_set(draw: Draw, plan: Plan) -> str:
     require_writable(path, "OUT", file=True)
     plan.folder.mkdir(parents=True, exist_ok=True)
     several = ProcessPoolExecutor(plan.workers, get_context("spawn")) if plan.workers > 1 else nullcontext()
-    unfinished, digest = path.with_suffix(".unfinished"), hashlib.sha256()
+    digest = hashlib.sha256()
     answers, unfit = defaultdict[str, Counter[str]](Counter), list[str]()
     columns = dict[str, None]()
-    with several as processes, unfinished.open("w", encoding="utf-8") as file:
+    with several as processes, finished_file(path) as file:
         work, numbers = partial(_draw_row, draw, plan), range(plan.rows)
         for row, found in processes.map(work, numbers, chunksize=AT_ONCE) if processes else map(work, numbers):
             if not row:
@@ -96,17 +96,24 @@ def write_set(draw: Draw, plan: Plan) -> str:
             answers[row["category"]][row["answer"]] += 1
             columns |= dict.fromkeys(row)
             file.write(line)
-    for reason in unfit[:NAMED]:
-        log.warning(reason)
-    made = plan.rows - len(unfit)
-    if not made:
-        raise DataError(f"{path}: no row can be drawn: {unfit[0]}")
-    unfinished.replace(path)
+        for reason in unfit[:NAMED]:
+            log.warning(reason)
+        made = plan.rows - len(unfit)
+        if not made:
+            raise DataError(f"{path}: no row can be drawn: {unfit[0]}")
     path.with_suffix(".md").write_text(
         "\n".join(_card(plan, made, columns, answers, digest.hexdigest())) + "\n", "utf-8"
     )
     left_out = f"; {len(unfit)} rows left out" if unfit else ""
     return f"wrote {path}: {made} rows{left_out}; pictures are in {plan.folder}, the card is {path.with_suffix('.md')}"
+
+
+@contextmanager
+def finished_file(path: Path) -> Iterator[IO[str]]:
+    """Context manager: a text file that gets its name only after the block; after an error it stays NAME.unfinished."""
+    with path.with_suffix(".unfinished").open("w", encoding="utf-8") as file:
+        yield file
+    path.with_suffix(".unfinished").replace(path)
 
 
 def _draw_row(draw: Draw, plan: Plan, index: int) -> tuple[dict[str, Any], str]:

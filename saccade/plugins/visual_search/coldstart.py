@@ -25,6 +25,7 @@ from saccade.data import datasets
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.check_data.canonical_rows import dialogue_row
+from saccade.plugins.drawn.drawn_sets import finished_file
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
 from saccade.recipes.parts import answer_places
 from saccade.rewards.reward_sample import reward_sample
@@ -54,7 +55,7 @@ def run(
     _warn(config, rows)
     counts = Counter[str]()
     out.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with finished_file(path) as file:
         for index, sample in enumerate(rows):
             rng = np.random.default_rng((config.run.seed, index))
             question, texts, planned = _turns(sample, rng, turns, mistakes, config)
@@ -71,8 +72,8 @@ def run(
             counts[reason or "written"] += 1
             if not reason:
                 file.write(json.dumps(dialogue_row(played, out), ensure_ascii=False) + "\n")
-    if not counts["written"]:
-        raise DataError(f"{source}: no row became a trajectory: {dict(counts)}")
+        if not counts["written"]:
+            raise DataError(f"{source}: no row became a trajectory: {dict(counts)}")
     return dict(counts)
 
 
