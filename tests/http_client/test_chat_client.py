@@ -238,8 +238,10 @@ def test_completions_ask_as_a_folder_without_a_template(image):
     plain = [{"role": m.role, "content": m.text} for m in messages]
     template = Template(PLAIN_TEMPLATE)
     assert body["prompt"] == template.render(messages=plain, add_generation_prompt=True)
-    with pytest.raises(ConfigError, match=r"rollout\.http\.api=chat"):
-        APIS["completions"][1](talk(image()), encode)
+    for section in ("rollout.http", "reward.judge"):
+        asking = ChatClient(HttpConfig(url="http://127.0.0.1:1/v1", model="m", api="completions"), section=section)
+        with pytest.raises(ConfigError, match=rf"^{section}.api: .*; try {section}.api=chat"):
+            asking.ask(talk(image()), SAMPLING, 3)
 
 
 def test_a_stop_string_is_put_back_where_the_endpoint_names_it():

@@ -114,9 +114,6 @@ def _chat_body(messages: Sequence[Message], picture: Picture) -> Body:
 
 def _completions_body(messages: Sequence[Message], picture: Picture) -> Body:
     """The prompt format of models without a chat template."""
-    if any(message.media for message in messages):
-        why = "completions take text only, and a row holds an image"
-        raise ConfigError(f"rollout.http.api: {why}; try rollout.http.api=chat")
     return {"prompt": "".join(f"{m.role}: {m.text}\n" for m in messages) + "assistant:"}
 
 
@@ -205,6 +202,9 @@ class ChatClient:
         self._sender.stop()
 
     def _body(self, messages: Sequence[Message], sampling: Sampling, seed: int, picture: Picture) -> dict[str, Any]:
+        if self.http.api == "completions" and any(message.media for message in messages):
+            why = "completions take text only, and a row holds an image"
+            raise ConfigError(f"{self.section}.api: {why}; try {self.section}.api=chat")
         body = {"model": self.model, **self._written(messages, picture), **settings(sampling, seed), **self._fields}
         return {name: value for name, value in body.items() if value is not None}
 
