@@ -68,7 +68,7 @@ def run(config: Any) -> dict[str, Any]:
 
         def batches_of(samples: Sequence[Sample]) -> list[Batch]:
             groups = [compared(sample, family) for sample in samples]
-            batches = packed(groups, family, config.train.micro_tokens, dp_size=job.trainer.dp_size)
+            batches = packed(groups, config.train.micro_tokens, dp_size=job.trainer.dp_size)
             found = totals(batches, groups) if totals else [None] * len(batches)
             return [replace(batch, ref_totals=total) for batch, total in zip(batches, found, strict=True)]
 
@@ -155,7 +155,7 @@ def precomputed(
             for start in range(0, len(keys), BLOCK):
                 block = keys[start : start + BLOCK]
                 groups = [compared(missing[key], family) for key in block]
-                batches = packed(groups, family, config.train.micro_tokens, dp_size=reference.dp_size)
+                batches = packed(groups, config.train.micro_tokens, dp_size=reference.dp_size)
                 keyed = (key for batch in batches for key in batch.keys)
                 found = dict(zip(keyed, np.concatenate(scored(reference, batches)).tolist(), strict=True))
                 for key, group in zip(block, groups, strict=True):

@@ -85,8 +85,6 @@ def compared(sample: Sample, family: Family) -> Group:
     return Group(sample=sample, uid=sample.id, trajectories=tuple(members))
 
 
-def packed(
-    groups: Sequence[Group], family: Family, micro_tokens: int, *, ends: bool = False, dp_size: int = 1
-) -> list[Batch]:
+def packed(groups: Sequence[Group], micro_tokens: int, *, ends: bool = False, dp_size: int = 1) -> list[Batch]:
     """Pack groups, with both sides of a pair in the same batch."""
     return pack(groups, micro_tokens=micro_tokens, ends=ends, whole=True, dp_size=dp_size)

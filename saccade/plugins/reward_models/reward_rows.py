@@ -79,7 +79,7 @@ class Pairs:
 
     def prepare(self, samples: Sequence[Sample], dp_size: int = 1) -> tuple[list[Batch], RatingLoss]:
         groups = [pairs.compared(sample, self.family) for sample in samples]
-        batches = pairs.packed(groups, self.family, self.config.train.micro_tokens, ends=True, dp_size=dp_size)
+        batches = pairs.packed(groups, self.config.train.micro_tokens, ends=True, dp_size=dp_size)
         labels = {sample.id: self._labels(sample) for sample in samples}
         own = {s.id: m for s in samples if (m := margin_of(s)) is not None}
         return batches, reward_losses.of_pairs(self.row, [s.id for s in samples], labels, own)
