@@ -100,6 +100,11 @@ class Media:
         return (self.hash, self.box, self.min_pixels, self.max_pixels)
 
 
+def root_hash(hash: str, box: Sequence[int] | None) -> str:
+    """The hash of the uncropped medium; a crop's hash is that and its box."""
+    return hash.rpartition("-")[0] if box else hash
+
+
 @dataclass(frozen=True, kw_only=True)
 class MediaSpan:
     """A medium and the run of placeholder tokens that stands for it."""

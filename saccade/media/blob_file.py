@@ -17,7 +17,7 @@ from typing import Any
 
 from saccade.errors import EnvironmentProblem
 from saccade.media.image_files import ImageError
-from saccade.types import Extent, Media
+from saccade.types import Extent, Media, root_hash
 
 IN_MEMORY = 64 << 20  # bytes of a data set that stay in memory: a small one needs no file
 
@@ -53,7 +53,7 @@ def _read(media: Media, read: Callable[[Any], Any]) -> Any:
 
 
 def _require(media: Media, content: Any) -> None:
-    if named(media, content.hexdigest()) != root_hash(media):
+    if named(media, content.hexdigest()) != root_hash(media.hash, media.box):
         raise ImageError(f"{media.path}: changed after it was read")
 
 
@@ -63,11 +63,6 @@ def named(media: Media, content: str) -> str:
         return content
     shown = f"{list(media.frames)} {media.fps!r}" if media.kind == "video" else f"{media.width}"
     return hashlib.sha256(f"{content} {shown}".encode()).hexdigest()
-
-
-def root_hash(media: Media) -> str:
-    """The hash of the uncropped medium; a crop's hash is that and its box."""
-    return media.hash.rpartition("-")[0] if media.box else media.hash
 
 
 class Spill:

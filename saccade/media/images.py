@@ -17,10 +17,10 @@ import numpy as np
 from PIL import Image
 
 from saccade.config import DataConfig
-from saccade.media.blob_file import encoded, root_hash
+from saccade.media.blob_file import encoded
 from saccade.media.image_files import ImageError, ends, opened, orientation, upright_rgb, upright_size
 from saccade.media.media_files import DEFAULT_LIMITS, read, reference
-from saccade.types import Media
+from saccade.types import Media, root_hash
 
 MAX_ASPECT = 200
 
@@ -87,7 +87,7 @@ def crop(media: Media, box: tuple[int, int, int, int]) -> Media:
         raise ImageError(f"box {(x0, y0, x1, y1)} has an aspect ratio above {MAX_ASPECT}")
     left, top = media.box[:2] if media.box else (0, 0)
     inside = (left + x0, top + y0, left + x1, top + y1)
-    name = f"{root_hash(media)}-{'.'.join(map(str, inside))}"
+    name = f"{root_hash(media.hash, media.box)}-{'.'.join(map(str, inside))}"
     return replace(media, hash=name, width=width, height=height, box=inside, parent=media.hash)
 
 

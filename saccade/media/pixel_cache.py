@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from saccade.media.blob_file import root_hash
 from saccade.media.kinds import decode
-from saccade.types import Media
+from saccade.types import Media, root_hash
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -109,7 +108,7 @@ def _workers() -> ThreadPoolExecutor:
 
 def _decode_once(media: Media) -> np.ndarray:
     """Decode; a crop of an image that is already cached is cut from it."""
-    whole = DECODED.peek((root_hash(media), None))
+    whole = DECODED.peek((root_hash(media.hash, media.box), None))
     if media.box is None or whole is None:
         return decode(media)
     x0, y0, x1, y1 = media.box

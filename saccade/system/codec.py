@@ -22,7 +22,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from saccade.types import Media, Sample
+from saccade.types import Media, Sample, root_hash
 
 VERSION = 2  # of files that hold encoded records
 FILES = "media/"  # name prefix of arrays that hold the files of media
@@ -80,9 +80,9 @@ def encode(value: Any, arrays: Arrays | None = None, *, shared: Container[str] =
 
 def _add_file(media: Media, arrays: Arrays | None, shared: Container[str]) -> tuple[str, ...]:
     """Add the medium's file to `arrays` if needed. Returns the fields to leave out of its row."""
-    from saccade.media.blob_file import encoded, root_hash  # imports libraries that few callers need
+    from saccade.media.blob_file import encoded  # imports libraries that few callers need
 
-    root = root_hash(media)
+    root = root_hash(media.hash, media.box)
     if root in shared:
         return ("data", "path", "pictures")
     if arrays is not None and media.data is not None and FILES + root not in arrays:
@@ -97,9 +97,7 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 def files_of(sample: Sample) -> dict[str, Media]:
     """The media of a question by the hash of their file, to be `shared` on both sides."""
-    from saccade.media.blob_file import root_hash
-
-    return {root_hash(media): media for media in sample.media}
+    return {root_hash(media.hash, media.box): media for media in sample.media}
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -168,7 +166,7 @@ def _hints(kind: Any) -> tuple[dict[str, Any], set[str]]:
 
 def _file(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray], shared: Mapping[str, Media]) -> dict[str, Any]:
     """The fields that say where a medium has its content."""
-    root = values["hash"].rpartition("-")[0] if values.get("box") else values["hash"]
+    root = root_hash(values["hash"], values.get("box"))
     if root in shared:
         return {name: getattr(shared[root], name) for name in ("path", "data", "pictures")}
     if values.get("path") or values.get("pictures"):

@@ -27,12 +27,12 @@ from typing import Any
 from saccade.config import EnvConfig
 from saccade.environments import Environment, Step, UserCode, build, load_user_code
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.media.blob_file import encoded, root_hash
+from saccade.media.blob_file import encoded
 from saccade.media.images import decode as pixels
 from saccade.rollout.env_setup import EnvironmentCall, Failed, setting_of
 from saccade.system.codec import Arrays, decode, encode, files_of
 from saccade.system.process import LARGEST, Block, Channel, Child, Ended, connect, end, end_with_parent, listen
-from saccade.types import Media, Message, Sample
+from saccade.types import Media, Message, Sample, root_hash
 from saccade.user_code import raised_at
 
 MODULE = "saccade.plugins.user_environments.env_process"
@@ -267,7 +267,7 @@ def _whole(media: Media) -> Media:
     """The medium with its file read into memory (images), as the file may vanish before the model sees it.
     Decodes an image once, so that a broken one fails here and not in training.
     """
-    if root_hash(media) in KNOWN:
+    if root_hash(media.hash, media.box) in KNOWN:
         return media
     if media.kind != "image":
         if media.path is not None and not Path(media.path).is_file():
