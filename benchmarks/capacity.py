@@ -29,7 +29,7 @@ def cells(size: str, gpus: int, folder: Path, overrides: list[str]) -> list[str]
     options |= {"train.prompts_per_step": 16 * gpus, "train.samples_per_prompt": 8, "model.checkpointing": "on"}
     found = []
     for card in CARDS.values():
-        device = devices.named(card)
+        device = devices.lookup(card)
         assert device is not None
         one = estimate(load(options, overrides, "rl"), device, prompt_tokens=368, image=(448, 448))
         peak = f"{max(one.memory.peaks.values()):.0f}" + {"sharded": " s", "hybrid": " h"}.get(one.layout, "")

@@ -89,8 +89,8 @@ def needs(file: Path, scratch: Path) -> str:
     config = load(file, [f"model.path={folder}"], command)
     if config.run.gpus > 1:  # its second line names them
         card = next(CARDS[size] for size in CARDS if f"GPUs of {size} GB" in lines[1])
-        return f"{of_several(estimate(config, devices.named(card), command=command))} {MARK}"
-    found = {size: estimate(config, devices.named(card), command=command) for size, card in CARDS.items()}
+        return f"{of_several(estimate(config, devices.lookup(card), command=command))} {MARK}"
+    found = {size: estimate(config, devices.lookup(card), command=command) for size, card in CARDS.items()}
     least = next((size for size, one in found.items() if one.memory.fits), None)
     text = f"Fits one GPU of {least} GB" if least else f"Does not fit one GPU of {max(CARDS)} GB as it is"
     if least is None or least > 80:

@@ -151,7 +151,7 @@ def measure(family: Family, model: Any, variant: str, args: Any) -> None:
         clock.wrap(backend, method, name)
     clock.wrap(backend.optimizer, "step", "optimizer")
     needed, _ = meter(backend, 0.0).train_step(batches)
-    peak = devices.named(torch.cuda.get_device_name())
+    peak = devices.lookup(torch.cuda.get_device_name())
     print(f"\n{variant}: {sum(b.tokens for b in batches)} tokens in {len(batches)} forests, {needed / 1e12:.0f} TFLOP")
     for step in range(args.steps):
         torch.cuda.reset_peak_memory_stats()

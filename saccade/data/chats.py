@@ -1,10 +1,10 @@
 """Conversations of a row: roles, content items, and the place of each medium in the text.
 
-A piece is text or a `Picture` (the source of any medium, not opened yet). Placeholders `<image>` and `<image2>` are
+A piece is text or a `MediaSource` (the source of any medium, not opened yet). Placeholders `<image>` and `<image2>` are
 replaced by the row's images in order or by number; `\\<image>` is plain text. `<video>`, `<audio>` and `<series>` work
 alike if the row has such media. Columns, files and pixels are handled elsewhere.
 
-    >>> arrange(read_chat("<image>How many?"), [Picture.of("a.png")], prepend=True)[0][1][1]
+    >>> arrange(read_chat("<image>How many?"), [MediaSource.of("a.png")], prepend=True)[0][1][1]
     'How many?'
 """
 
@@ -36,7 +36,7 @@ class RowError(ValueError):
     """A row that cannot be used; the message is the reason."""
 
 
-class Picture(NamedTuple):
+class MediaSource(NamedTuple):
     """A media source, its kind, and the row's options for it, such as a pixel budget or frames."""
 
     source: Any
@@ -44,7 +44,7 @@ class Picture(NamedTuple):
     options: Mapping[str, Any]
 
     @staticmethod
-    def of(source: Any, item: Mapping[str, Any] | None = None, kind: str = "image") -> Picture:
+    def of(source: Any, item: Mapping[str, Any] | None = None, kind: str = "image") -> MediaSource:
         said = item if item is not None else source if isinstance(source, Mapping) else {}
         if said.get("use_audio_in_video"):
             raise RowError("use_audio_in_video: sound inside a video is not heard; add it as an audio item")
@@ -55,7 +55,7 @@ class Picture(NamedTuple):
             if not numbers or not all(type(n) in types and (n > 0 or (frames and n == 0)) for n in numbers):
                 what = "a list of numbers" if frames else "a positive integer"
                 raise RowError(f"{name} of {KINDS[kind].article} must be {what}, not {value!r}")
-        return Picture(source, kind, given)
+        return MediaSource(source, kind, given)
 
 
 class Slot(NamedTuple):
@@ -65,7 +65,7 @@ class Slot(NamedTuple):
     kind: str = "image"
 
 
-Piece = str | Picture | Slot
+Piece = str | MediaSource | Slot
 Turns = list[tuple[str, list[Piece]]]
 
 
@@ -144,7 +144,7 @@ def _piece(item: Any) -> Piece:
     source = next((item[key] for key in keys[medium] if item.get(key) is not None), None)
     if isinstance(source, Mapping) and ("url" in source or (medium == "audio" and "data" in source)):
         source = source.get("url") or source["data"]
-    return Slot(kind=medium) if source is None else Picture.of(source, item, medium)
+    return Slot(kind=medium) if source is None else MediaSource.of(source, item, medium)
 
 
 def _short(value: Any) -> str:
@@ -155,22 +155,22 @@ def _short(value: Any) -> str:
 # -- arranging -------------------------------------------------------------------------------------
 
 
-def arrange(turns: Turns, pictures: Sequence[Picture], *, prepend: bool, columns: Collection[str] = ()) -> Turns:
+def arrange(turns: Turns, media: Sequence[MediaSource], *, prepend: bool, columns: Collection[str] = ()) -> Turns:
     """Replace placeholders by the row's media; without placeholders, the media are put first in the first user turn
     (`prepend`). `columns`: kinds of media for which the row has a column, even an empty one.
     """
-    placed = any(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
-    given = {picture.kind for picture in pictures}
+    placed = any(isinstance(piece, MediaSource) for _, pieces in turns for piece in pieces)
+    given = {medium.kind for medium in media}
     # If the chat itself places its images, a placeholder in the text is literal text; so is one of a
     # kind of media that the row does not have.
     marks = given if placed else {*given, *columns, "image"}
     turns = [(role, _split(pieces, marks)) for role, pieces in turns]
     slots = [piece for _, pieces in turns for piece in pieces if isinstance(piece, Slot)]
-    filled: dict[str, Iterator[Picture]] = {}
+    filled: dict[str, Iterator[MediaSource]] = {}
     first: list[Piece] = []
     for kind in KINDS:
         places = [slot for slot in slots if slot.kind == kind]
-        shown = [picture for picture in pictures if picture.kind == kind]
+        shown = [medium for medium in media if medium.kind == kind]
         if shown and not places and prepend:
             first += shown
         elif shown and not places:
@@ -206,15 +206,15 @@ def _split(pieces: Sequence[Piece], marks: Collection[str]) -> list[Piece]:
     return [part for part in parts if part != ""]
 
 
-def _ordered(slots: Sequence[Slot], pictures: Sequence[Picture], kind: str) -> list[Picture]:
+def _ordered(slots: Sequence[Slot], media: Sequence[MediaSource], kind: str) -> list[MediaSource]:
     numbers = [slot.number for slot in slots]
     if not any(numbers):
-        return list(pictures)
-    if sorted(numbers) != list(range(1, len(pictures) + 1)):
+        return list(media)
+    if sorted(numbers) != list(range(1, len(media) + 1)):
         names = ", ".join(f"<{kind}{number or ''}>" for number in numbers)
-        raise RowError(f"placeholders {names} must name each of {_count(pictures, kind)} once, from <{kind}1>")
-    return [pictures[number - 1] for number in numbers]
+        raise RowError(f"placeholders {names} must name each of {_count(media, kind)} once, from <{kind}1>")
+    return [media[number - 1] for number in numbers]
 
 
-def _count(pictures: Sequence[Picture], kind: str) -> str:
-    return f"{len(pictures)} {kind}{'' if len(pictures) == 1 or kind == 'series' else 's'}"
+def _count(media: Sequence[MediaSource], kind: str) -> str:
+    return f"{len(media)} {kind}{'' if len(media) == 1 or kind == 'series' else 's'}"

@@ -70,7 +70,7 @@ class Dataset:
         return len(self.samples)
 
     @property
-    def aside(self) -> tuple[BadRow, ...]:
+    def excluded_rows(self) -> tuple[BadRow, ...]:
         """Every excluded row, except those that a mapping left out."""
         return (*self.quarantined, *self.overlong, *self.left_out)
 

@@ -167,9 +167,9 @@ class _Reader:
                     sample = HOOKS["verdict"](sample, seed=seed)
                 self._keep(sample, name, number)
             except (RowError, ImageError) as error:
-                self._set_aside(row, name, number, str(error))
+                self._exclude(row, name, number, str(error))
             except ConfigError as error:  # a template that refuses this row, or every row
-                bad = self._set_aside(row, name, number, str(error))
+                bad = self._exclude(row, name, number, str(error))
                 self.refused = self.refused or f"{error} ({bad.id}, row {number} of {name})"
         if self.kinds.total() == seen and mapping == "none":
             for check in SET_CHECKS.values():
@@ -213,7 +213,7 @@ class _Reader:
         }
         return replace(sample, extra={**sample.extra, **found}) if found else sample
 
-    def _set_aside(self, row: Row, name: str, number: int, reason: str) -> BadRow:
+    def _exclude(self, row: Row, name: str, number: int, reason: str) -> BadRow:
         id = (None if isinstance(row, RowError) else row_id(row, self.config)) or f"row-{number}"
         problem = BadRow(id=id, source=name, row=number, reason=writable(reason))
         refuse_first(problem, self.config)

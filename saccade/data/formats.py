@@ -19,8 +19,8 @@ from typing import Any, cast
 import numpy as np
 
 from saccade.config import DataConfig
-from saccade.data.chats import Picture, RowError, Turns, arrange, parse_json, read_chat
-from saccade.data.records import WRITTEN, content_hash, plain
+from saccade.data.chats import MediaSource, RowError, Turns, arrange, parse_json, read_chat
+from saccade.data.records import CANONICAL, content_hash, plain
 from saccade.errors import ConfigError, DataError
 from saccade.media.kinds import KINDS
 from saccade.registry import Table
@@ -151,20 +151,20 @@ def read_row(
     values = {role: value for role, (_, value) in fields.items()}
     if values["prompt"] is None and not format.candidates:
         raise RowError(f"no prompt in column {' or '.join(columns['prompt'])}")
-    pictures = [one for role, kind in MEDIA_ROLES.items() for one in _pictures(row, *fields[role], kind)]
+    media = [one for role, kind in MEDIA_ROLES.items() for one in _media_sources(row, *fields[role], kind)]
     asked, candidates = _turns(values, format)
     turns = [*asked, *(turn for candidate in candidates for turn in candidate)]
     roles = [role for role in MEDIA_ROLES if any(name in row for name in columns[role])]
     kinds = {MEDIA_ROLES[role] for role in roles}.union(marks)
-    turns = arrange(turns, pictures, prepend=config.placeholder == "prepend", columns=kinds)
-    count = sum(isinstance(piece, Picture) for _, pieces in turns for piece in pieces)
+    turns = arrange(turns, media, prepend=config.placeholder == "prepend", columns=kinds)
+    count = sum(isinstance(piece, MediaSource) for _, pieces in turns for piece in pieces)
     if count > config.max_images:
         raise RowError(f"{count} images, data.max_images is {config.max_images}")
     choices = _choices(values["choices"])
     used = {column for column, _ in fields.values()}
 
     def opened(piece: Any) -> Any:
-        if not isinstance(piece, Picture):
+        if not isinstance(piece, MediaSource):
             return piece
         return open_image(piece.source, **({} if piece.kind == "image" else {"kind": piece.kind}), **piece.options)
 
@@ -231,7 +231,7 @@ def _filled(value: Any) -> bool:
     return value is not None and not (hasattr(value, "__len__") and len(value) == 0)
 
 
-def _pictures(row: Mapping[str, Any], column: str, value: Any, kind: str) -> list[Picture]:
+def _media_sources(row: Mapping[str, Any], column: str, value: Any, kind: str) -> list[MediaSource]:
     other = {f"{kind}s": kind, kind: f"{kind}s"}.get(column, "")
     if _filled(value) and _filled(row.get(other)):
         raise RowError(f"columns '{kind}' and '{kind}s' are both filled; choose with data.keys.{kind}s={kind}s")
@@ -244,7 +244,7 @@ def _pictures(row: Mapping[str, Any], column: str, value: Any, kind: str) -> lis
     sources = value if isinstance(value, list | tuple) and not single else [value]
     if any(source is None for source in sources):
         raise RowError(f"column {column!r} holds an empty entry")
-    return [Picture.of(source, kind=kind) for source in sources]
+    return [MediaSource.of(source, kind=kind) for source in sources]
 
 
 def _turns(values: Mapping[str, Any], format: Format) -> tuple[Turns, list[Turns]]:
@@ -293,7 +293,7 @@ def _gold(value: Any, gold: Callable[[str], str], choices: tuple[str, ...]) -> s
 def _extra(row: Mapping[str, Any], used: Collection[str], format: Format) -> dict[str, Any]:
     extra = {name: value for name, value in row.items() if name not in used}
     nested = extra.get("extra")
-    if format.name in WRITTEN and isinstance(nested, Mapping):  # as `to_row` writes it
+    if format.name in CANONICAL and isinstance(nested, Mapping):  # as `to_row` writes it
         del extra["extra"]
         extra |= nested
     return extra

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 TEXTS_FILE = Path(__file__).with_name("prompts.yaml")
-WORDED = "worded"  # a column that is true if the row's prompt is final: nothing is added
+FINAL_PROMPT = "worded"  # a column that is true if the row's prompt is final: nothing is added
 OPTIONS = re.compile(r"[\s(]*[A-Z]([\s,;&.()]+[A-Z])*[\s.:)]*")  # letters and nothing else, such as (B) or A, C
 LABEL = re.compile(r"[\s(]*[A-Za-z][.:)]+\s+")  # before the text of an option
 MARK = re.compile("\0(\\d+)\0")  # stands for an image while a template handles the text
@@ -63,7 +63,7 @@ def apply(sample: Sample, config: PromptConfig, *, instruction: str, choices_see
     """The sample with everything that `config` (resolved for its data_source) adds to its prompt. `choices_seed` seeds
     the order of options under prompt.permute_choices.
     """
-    if sample.extra.get(WORDED):
+    if sample.extra.get(FINAL_PROMPT):
         return sample
     if config.permute_choices:
         sample = permute_choices(sample, choices_seed)

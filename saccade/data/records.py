@@ -9,7 +9,7 @@ import numpy as np
 
 from saccade.types import Message, Sample
 
-WRITTEN = ("messages", "pairs", "sides", "labels")  # formats of canonical rows, whose column `extra` is unpacked
+CANONICAL = ("messages", "pairs", "sides", "labels")  # formats of canonical rows, whose column `extra` is unpacked
 
 
 def plain(value: Any) -> Any:

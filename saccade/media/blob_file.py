@@ -53,11 +53,11 @@ def _read(media: Media, read: Callable[[Any], Any]) -> Any:
 
 
 def _require(media: Media, content: Any) -> None:
-    if named(media, content.hexdigest()) != root_hash(media.hash, media.box):
+    if shown_hash(media, content.hexdigest()) != root_hash(media.hash, media.box):
         raise ImageError(f"{media.path}: changed after it was read")
 
 
-def named(media: Media, content: str) -> str:
+def shown_hash(media: Media, content: str) -> str:
     """The hash of an uncropped medium whose file has the hash `content`; covers which part of it is shown."""
     if media.kind == "image":
         return content

@@ -78,8 +78,8 @@ def upright_size(image: Image.Image, data: bytes, name: str) -> tuple[int, int]:
     return (height, width) if orientation(image, data, name) in (5, 6, 7, 8) else (width, height)
 
 
-def ends(image: Image.Image, data: bytes) -> bool:
-    """Whether a file ends with its format's end marker; formats without one count as complete."""
+def is_complete(image: Image.Image, data: bytes) -> bool:
+    """Whether a file is_complete with its format's end marker; formats without one count as complete."""
     if image.format == "WEBP":
         return len(data) >= 8 + int.from_bytes(data[4:8], "little")
     return data.rstrip(b"\0").endswith(ENDS.get(image.format or "", b""))

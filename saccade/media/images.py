@@ -18,7 +18,7 @@ from PIL import Image
 
 from saccade.config import DataConfig
 from saccade.media.blob_file import encoded
-from saccade.media.image_files import ImageError, ends, opened, orientation, upright_rgb, upright_size
+from saccade.media.image_files import ImageError, is_complete, opened, orientation, upright_rgb, upright_size
 from saccade.media.media_files import DEFAULT_LIMITS, read, reference
 from saccade.types import Media, root_hash
 
@@ -42,7 +42,7 @@ def open_media(
             seen = f"{image.width}x{image.height} is {millions:.0f} megapixels"
             raise ImageError(f"{name}: {seen}, data.max_megapixels is {limits.max_megapixels:g}")
         width, height = upright_size(image, data, name)
-        complete = ends(image, data)
+        complete = is_complete(image, data)
     size = _padded_size(width, height)
     if size != (width, height) and limits.aspect == "reject":
         raise ImageError(f"{name}: {width}x{height} is longer than {MAX_ASPECT}:1; data.aspect=pad accepts it")

@@ -21,7 +21,7 @@ import numpy as np
 from PIL import Image
 
 from saccade.config import DataConfig
-from saccade.media.blob_file import named
+from saccade.media.blob_file import shown_hash
 from saccade.media.image_files import ORIENTATION, ImageError, upright_rgb
 from saccade.types import Media
 
@@ -48,7 +48,7 @@ def reference(file: Encoded, kind: str = "image", **shown: Any) -> Media:
     content = hashlib.sha256(file.data).hexdigest()
     data = file.data if file.path is None else None
     media = Media(hash=content, kind=kind, path=file.path, data=data, **shown)
-    return replace(media, hash=named(media, content))
+    return replace(media, hash=shown_hash(media, content))
 
 
 def source_kind(source: Any, base: Path | None = None) -> str:
@@ -56,7 +56,7 @@ def source_kind(source: Any, base: Path | None = None) -> str:
     if isinstance(source, str):
         scheme = next((kind for prefix, kind in SCHEMES.items() if source.startswith(prefix)), None)
         return scheme or ("base64" if _is_base64(source, base) else "path")
-    for types, kind in KINDS:
+    for types, kind in SOURCE_TYPES:
         if isinstance(source, types):
             return kind
     raise ImageError(f"an image cannot be made from {type(source).__name__}; give a path, bytes or an array")
@@ -187,7 +187,7 @@ def _from_array(source: np.ndarray, base: Path | None, limits: DataConfig) -> En
 
 
 SCHEMES = {"file://": "file_uri", "http://": "http", "https://": "http", "data:": "data_uri"}
-KINDS: tuple[tuple[Any, str], ...] = (
+SOURCE_TYPES: tuple[tuple[Any, str], ...] = (
     (Path, "path"),
     ((bytes, bytearray, memoryview), "bytes"),
     (Mapping, "mapping"),

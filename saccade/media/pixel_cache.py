@@ -83,18 +83,18 @@ def in_threads(work: Callable[[Item], Made], items: Iterable[Item]) -> list[Made
 
 def in_background(prepare: Callable[..., Any], *args: Any) -> None:
     """Run `prepare` in a background thread to fill a cache; its errors are raised again on a later request."""
-    _aside().submit(prepare, *args)
+    _background_pool().submit(prepare, *args)
 
 
 def drop_background() -> None:
     """Cancel background work that has not begun; the process would wait for it at exit."""
-    if _aside.cache_info().currsize:
-        _aside().shutdown(wait=False, cancel_futures=True)
-        _aside.cache_clear()
+    if _background_pool.cache_info().currsize:
+        _background_pool().shutdown(wait=False, cancel_futures=True)
+        _background_pool.cache_clear()
 
 
 @cache
-def _aside() -> ThreadPoolExecutor:
+def _background_pool() -> ThreadPoolExecutor:
     """Only two threads: background threads compete for the GIL with the one that launches GPU kernels. With eight of
     them each of its calls waits three to five times as long. Images that are needed now do not queue here.
     """

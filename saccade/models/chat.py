@@ -34,7 +34,7 @@ SERIES_MARK = "\U0010ffff"  # marks a time series, which no template supports; a
 
 PROBE = "qzxj"  # a reply that occurs in no template's own text
 THINK = "<think>"
-TURNS_KEPT = 16_384
+CACHED_TURNS = 16_384
 _QUESTION = Message(role="user", parts=("x",))
 _REPLY = Message(role="assistant", parts=(PROBE,))
 
@@ -95,7 +95,7 @@ class Chat:
         if turns[0] == 0:
             raise ConfigError("a conversation begins with the assistant; put a system or user message before it")
         contexts = [self._opening(messages[: turns[0]], generation=True)]
-        between, reply = self._remembered
+        between, reply = self._cached
         contexts += [between(tuple(messages[a + 1 : b])) for a, b in pairwise(turns)]
         end = [] if self.end_of_turn is None else [self.end_of_turn]
         ids: list[np.ndarray] = []
@@ -169,10 +169,10 @@ class Chat:
         return self._encode(end + rest)[1:]
 
     @cached_property
-    def _remembered(self) -> tuple[Callable[[tuple[Message, ...]], np.ndarray], Callable[[Message], np.ndarray]]:
+    def _cached(self) -> tuple[Callable[[tuple[Message, ...]], np.ndarray], Callable[[Message], np.ndarray]]:
         """Cached functions for continuations and replies: rows share many, and the template is the slowest step."""
-        continuation = lru_cache(TURNS_KEPT)(self._continuation)
-        return continuation, lru_cache(TURNS_KEPT)(lambda message: self._encode_after(self._written(message)))
+        continuation = lru_cache(CACHED_TURNS)(self._continuation)
+        return continuation, lru_cache(CACHED_TURNS)(lambda message: self._encode_after(self._written(message)))
 
     @cached_property
     def _frame(self) -> tuple[str, str, str]:

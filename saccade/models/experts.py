@@ -4,7 +4,7 @@ The matrix products are transformers' own. `grouped_mm` suits training and decod
 each selected expert is read once. `batched_mm` copies an expert's matrices for every token that chose it (350 MB
 each in a Mixtral 8x7B), and `eager` synchronises with the host to find the selected experts.
 
-    with watched(routers(model)) as logits: model(...)
+    with recorded_logits(routers(model)) as logits: model(...)
     balance_loss(logits, chosen=2)
 """
 
@@ -30,7 +30,7 @@ def count(model: nn.Module) -> int:
 
 
 @contextmanager
-def watched(found: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+def recorded_logits(found: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Collect the logits [tokens, experts] of every forward of these routers, with gradient."""
     logits: list[Tensor] = []
     hooks = [r.register_forward_hook(lambda _, __, out: logits.append(out[0])) for r in found]

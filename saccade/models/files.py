@@ -102,7 +102,7 @@ def _hash(path: Path, start: int) -> bytes:
     return found.digest()
 
 
-def described(folder: Path, name: str = "config.json") -> dict[str, Any]:
+def model_json(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """The content of a JSON file of a model folder; empty if there is no such file."""
     file = folder / name
     try:

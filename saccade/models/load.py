@@ -206,7 +206,7 @@ def _matches(name: str, pattern: str, family: Family) -> bool:
 
 
 @contextmanager
-def negated(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
+def negated_weight(model: nn.Module, family: Family, tower: str) -> Iterator[str]:
     """Context manager: one matrix of a tower is negated, to probe whether weight changes take effect. The output
     changes for every sample, and undoing it is exact. Yields the matrix's name.
     """

@@ -46,7 +46,7 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
         target_modules=names,
         base_model_name_or_path=family.path,
     )
-    with torch.random.fork_rng(devices=[]), _names_as_they_are():
+    with torch.random.fork_rng(devices=[]), _without_renaming():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(settings, model, adapter_name=NAME)
     assert sorted(names) == sorted(dict(_layers(model))), "peft adapted other layers than asked"
@@ -56,7 +56,7 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
         layer.lora_A.to(dtype)
         layer.lora_B.to(dtype)
     if stored is not None:
-        _read(model, stored)
+        _load_adapters(model, stored)
     whole: Any = model
     if getattr(model, "hf_quantizer", None) is not None:  # saved weights are not quantised
         whole.hf_quantizer = None
@@ -64,7 +64,7 @@ def add(model: nn.Module, family: Family, config: LoraConfig, *, seed: int, stor
 
 
 @contextmanager
-def _names_as_they_are() -> Iterator[None]:
+def _without_renaming() -> Iterator[None]:
     """Turn off a renaming in which peft takes linear layers of mixtures for the experts of transformers 4."""
     from peft.utils import transformers_weight_conversion as peft_names
 
@@ -203,20 +203,20 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def swapped_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Context manager: the model computes with these adapter weights."""
-    mine = copied(model)
-    _write(model, tensors)
+    mine = copy_adapters(model)
+    _set_adapters(model, tensors)
     try:
         yield
     finally:
-        _write(model, mine)
+        _set_adapters(model, mine)
 
 
-def copied(model: nn.Module) -> dict[str, Tensor]:
+def copy_adapters(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in adapters(model).items()}
 
 
 @torch.no_grad()
-def _write(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def _set_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for name, parameter in adapters(model).items():
         parameter.copy_(tensors[name])
 
@@ -252,7 +252,7 @@ def whole_state(model: nn.Module, *, copy: bool) -> dict[str, Tensor]:
     return state | {name: on_host(weight, copy=copy) for name, weight in merged(model)}
 
 
-def _read(model: nn.Module, folder: Path) -> None:
+def _load_adapters(model: nn.Module, folder: Path) -> None:
     from safetensors.torch import load_file
 
     if not (folder / WEIGHTS).is_file():
@@ -261,4 +261,4 @@ def _read(model: nn.Module, folder: Path) -> None:
     stored = load_file(folder / WEIGHTS)
     hint = "use the model.lora.rank and targets that it was trained with"
     require_same(str(folder / WEIGHTS), adapters(model).items(), stored.items(), hint)
-    _write(model, stored)
+    _set_adapters(model, stored)

@@ -17,7 +17,7 @@ from saccade.config import ADAPTED, Config
 from saccade.errors import ConfigError
 from saccade.models import lora
 from saccade.models.families import FAMILIES, Family, load_family
-from saccade.models.files import described, require_whole
+from saccade.models.files import model_json, require_whole
 from saccade.models.heads import attach_score
 from saccade.models.load import describe_trained, freeze, load_model, pick_device, pick_dtype
 from saccade.registry import HOOKS
@@ -151,7 +151,7 @@ def start_policy(run: Run, family: Family, *, attach: Callable[[Any], None] = la
 
 def _refuse_another_model(folder: str, family: Family) -> None:
     """Refuse a checkpoint of another model: its weights would run as if they were those of model.path."""
-    whole = described(Path(folder)), described(Path(family.path))
+    whole = model_json(Path(folder)), model_json(Path(family.path))
     kinds = [config.get("model_type", "").removesuffix("_thinker") for config in whole]
     inner = [config.get(family.spec.section, config) for config in whole]
     there, here = (config.get("text_config", config) for config in inner)

@@ -36,7 +36,7 @@ def require_room(folder: Path, needed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
-    if (free := disk.free_bytes(folder)) < needed:
+    if (free := disk.free_disk_bytes(folder)) < needed:
         raise EnvironmentProblem(f"{folder}: a checkpoint needs up to {disk.size(needed)}, {disk.size(free)} are free")
 
 

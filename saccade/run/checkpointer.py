@@ -23,7 +23,7 @@ from saccade.run import checkpoint
 from saccade.run.progress import Progress
 from saccade.system import devices
 from saccade.system.contents import File, text_file
-from saccade.system.disk import free_bytes, size
+from saccade.system.disk import free_disk_bytes, size
 from saccade.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Checkpointer:
             checkpoint.require_room(self.folder, needed)
             # Old ones are deleted only when one more is complete.
             more = min(due, keep + 1 - min(keep, len(checkpoint.complete_steps(self.folder))))
-            if more * needed > (free := free_bytes(self.folder)):
+            if more * needed > (free := free_disk_bytes(self.folder)):
                 room = f"{more} more checkpoints of up to {size(needed)} do not fit into {size(free)}"
                 log.warning(f"{self.folder}: {room}; free some space, or lower save.keep={keep}")
 

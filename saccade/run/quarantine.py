@@ -43,7 +43,7 @@ class Quarantine:
         reasons = in_threads(partial(decode_error, cache=family.cache), samples)
         for sample, reason in zip(samples, reasons, strict=True):
             if reason is not None and (dataset.hash, sample.id) not in self._found:
-                self._set_aside(dataset.row_of(sample.id, reason), dataset)
+                self._exclude(dataset.row_of(sample.id, reason), dataset)
         return [s for s, reason in zip(samples, reasons, strict=True) if reason is None]
 
     def take(self, stream: Stream, count: int, family: Family) -> list[Sample]:
@@ -68,7 +68,7 @@ class Quarantine:
 
     def left_out(self, dataset: Dataset) -> int:
         """How many rows of the set are not used, for whatever reason."""
-        return len(dataset.aside) + len(self.found(dataset))
+        return len(dataset.excluded_rows) + len(self.found(dataset))
 
     def record(self, rows: Iterable[BadRow]) -> None:
         """Append rows to the file, each once, also in a resumed run; no rows, no file."""
@@ -78,7 +78,7 @@ class Quarantine:
             with self.file.open("a", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in new)
 
-    def _set_aside(self, row: BadRow, dataset: Dataset) -> None:
+    def _exclude(self, row: BadRow, dataset: Dataset) -> None:
         refuse_first(row, self._config)
         self._found[dataset.hash, row.id] = row
         self.record([row])

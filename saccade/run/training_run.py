@@ -119,7 +119,7 @@ class Run:
         config, folder = self.config.run, self.folder
         unlimited = None
         if config.gpus == 1:  # else the ranks take the memory, not this process
-            unlimited = devices.no_limit(config.gpu_memory_gib, devices.unoccupied(config.device))
+            unlimited = devices.limit_problem(config.gpu_memory_gib, devices.device_with_free_memory(config.device))
         idle = idle_gpus(self.config, self.command, devices.count(config.device))
         for text in filter(None, [not_counted(self.config, self.command), unlimited, idle]):
             log.info(text)
@@ -210,10 +210,10 @@ class Run:
         """
         self.total = total
         self.checkpointer.begin(trainer, parts, first=self.step + 1, total=total)
-        device = replace(devices.present(self.config.run.device), count=self.config.run.gpus)
+        device = replace(devices.current_device(self.config.run.device), count=self.config.run.gpus)
         self.display.begin(total, devices.in_precision(device, self.config.model.dtype), trainer.family)
         for dataset in sets:
-            self.quarantine.record(dataset.aside)
+            self.quarantine.record(dataset.excluded_rows)
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 if signal.getsignal(number) != signal.SIG_IGN:  # ignored under nohup

@@ -3,7 +3,7 @@ and the limits of a memory plan.
 
 A device that is not in the table has no peak: its utilisation is left out, never guessed.
 
-    >>> named("NVIDIA H200").tflops
+    >>> lookup("NVIDIA H200").tflops
     989.0
 """
 
@@ -44,7 +44,7 @@ def table() -> dict[str, list[float]]:
     return yaml.safe_load(Path(__file__).with_name("devices.yaml").read_text(encoding="utf-8"))
 
 
-def named(name: str) -> Device | None:
+def lookup(name: str) -> Device | None:
     """The row of a device by its name, as a driver reports it or a user writes it."""
     words = _words(name)
     for gpu, (memory, *peaks) in table().items():
@@ -54,17 +54,17 @@ def named(name: str) -> Device | None:
     return None
 
 
-def only(part: str) -> Device | None:
+def lookup_unique(part: str) -> Device | None:
     """The row that has all these words, if only one has: 4090 gives the RTX 4090."""
     rows = [name for name in table() if _words(part) <= _words(name)]
-    return named(rows[0]) if len(rows) == 1 else None
+    return lookup(rows[0]) if len(rows) == 1 else None
 
 
 def _words(name: str) -> set[str]:
     return set(re.split(r"[^a-z0-9]+", MEMORY.sub(r"\1gb", name.lower())))
 
 
-def says_otherwise(name: str, device: Device) -> bool:
+def memory_contradicts(name: str, device: Device) -> bool:
     """Whether the name states another memory size than the row; a GH200's name states that of its CPU."""
     said = MEMORY.search(name.lower())
     fits = said is None or 0.85 < device.memory / int(said[1]) < 1.1
@@ -85,7 +85,7 @@ def total_bytes(device: Any) -> int:
     return int(share * torch.cuda.mem_get_info(device)[1])
 
 
-def free_bytes(device: Any) -> int:
+def free_gpu_bytes(device: Any) -> int:
     """Bytes available to new tensors on this GPU, torch's cached blocks included."""
     import torch
 
@@ -98,7 +98,7 @@ def free_host_bytes() -> int:
     """Bytes of main memory that this process can still use, of the machine and within its cgroup limits."""
     import psutil
 
-    return min([psutil.virtual_memory().available, *left_in_groups()])
+    return min([psutil.virtual_memory().available, *free_cgroup_bytes()])
 
 
 # cgroups v2 and v1: controller, files with limit and usage, and the memory.stat key of the file cache in that usage,
@@ -109,7 +109,7 @@ GROUPS = (
 )
 
 
-def left_in_groups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
+def free_cgroup_bytes(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[int]:
     """Bytes left under each cgroup limit, as set by a container or a scheduler; the machine's own numbers do not show
     these limits.
     """
@@ -138,7 +138,7 @@ def limit_memory(device: Any, gib: float) -> None:
     torch.cuda.set_per_process_memory_fraction(share, chosen)
 
 
-def no_limit(gib: float | None, device: Device) -> str | None:
+def limit_problem(gib: float | None, device: Device) -> str | None:
     """Why `run.gpu_memory_gib` has no effect on this device; None if it has, or is not set."""
     if gib is None or (device.is_gpu and gib <= device.memory):
         return None
@@ -146,11 +146,11 @@ def no_limit(gib: float | None, device: Device) -> str | None:
     return f"run.gpu_memory_gib={gib:g} has no effect{most}"
 
 
-def unoccupied(wanted: str = "auto") -> Device:
+def device_with_free_memory(wanted: str = "auto") -> Device:
     """The device of this process, with only the memory that other processes leave free."""
     import torch
 
-    device = present(wanted)
+    device = current_device(wanted)
     if not device.is_gpu:
         return device
     return replace(device, memory=(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) / 2**30)
@@ -163,7 +163,7 @@ def count(wanted: str = "auto") -> int:
     return 0 if wanted == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
 
 
-def present(wanted: str = "auto") -> Device:
+def current_device(wanted: str = "auto") -> Device:
     """The device that `run.device` selects: the GPU of this process with its actual memory, or the CPU."""
     import torch
 
@@ -171,4 +171,4 @@ def present(wanted: str = "auto") -> Device:
         return Device(name="CPU", memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
     name = torch.cuda.get_device_name()
     memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-    return replace(named(name) or Device(name=name, memory=memory), memory=memory)
+    return replace(lookup(name) or Device(name=name, memory=memory), memory=memory)

@@ -3,7 +3,7 @@
 Called before the work whose results go there; `refusal` explains errors that happen later anyway.
 
     require_writable(config.run.out, "run.out")
-    if free_bytes(folder) < needed: print(f"{size(needed)} do not fit")
+    if free_disk_bytes(folder) < needed: print(f"{size(needed)} do not fit")
 """
 
 import errno
@@ -55,7 +55,7 @@ def unwritable(path: str | Path, option: str, *, file: bool = False) -> tuple[st
     return None
 
 
-def free_bytes(folder: str | Path) -> int:
+def free_disk_bytes(folder: str | Path) -> int:
     """Free bytes on the disk of a folder that exists or will be made."""
     return shutil.disk_usage(nearest(Path(folder).absolute())).free
 

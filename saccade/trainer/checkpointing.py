@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from saccade.system.devices import free_bytes, total_bytes
+from saccade.system.devices import free_gpu_bytes, total_bytes
 
 # Share of the device's memory that is left unused, for fragmentation and workspaces of libraries.
 MARGIN = 0.04
@@ -90,7 +90,7 @@ class Recompute:
     def _keep_what_fits(self, tokens: int, media_tokens: int) -> None:
         spent, of_tokens, of_media_tokens = self.overhead
         grown = max(1.0, tokens / of_tokens, media_tokens / of_media_tokens)
-        room = free_bytes(self.device) - self.margin * total_bytes(self.device) - spent * grown
+        room = free_gpu_bytes(self.device) - self.margin * total_bytes(self.device) - spent * grown
         for kind in reversed(self.kinds):
             if kind.kept is None:
                 continue

@@ -29,7 +29,7 @@ from saccade.models import experts, lora
 from saccade.models.families import Family
 from saccade.models.files import require_same
 from saccade.models.heads import SavedHead, language_head, read_scores, without_head
-from saccade.models.load import banned_mask, hidden_states, media_inputs, negated
+from saccade.models.load import banned_mask, hidden_states, media_inputs, negated_weight
 from saccade.system.contents import File, host_copies, spare_bytes, tensor_file
 from saccade.trainer import Loss, Scoring, Update, model_state
 from saccade.trainer.checkpointing import Recompute
@@ -226,7 +226,7 @@ class LocalTrainer:
             self.recompute.choose(*self.token_counts(batch), cautious=cautious)
             value: Tensor | None = None
             try:
-                with experts.watched(self.routers) as routed:
+                with experts.recorded_logits(self.routers) as routed:
                     value, sums = loss.forward(self, batch)()
                 if self.routers:
                     chosen, share = self.routers[0].top_k, batch.tokens / tokens
@@ -302,7 +302,7 @@ class LocalTrainer:
     @contextmanager
     def negated(self, tower: str) -> Iterator[str]:
         """Context manager for probes: negates one weight of a tower, yields its name, and restores it."""
-        with negated(self.model, self.family, tower) as name:
+        with negated_weight(self.model, self.family, tower) as name:
             self.forget_features()
             yield name
         self.forget_features()

@@ -33,7 +33,7 @@ class AdapterReference:
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:
         """Copy the current adapters. `source` is unused: it is the policy, which this object holds."""
         assert share == 1, "a blend of weights is no adapter"
-        self.adapters = lora.copied(self.policy.model)
+        self.adapters = lora.copy_adapters(self.policy.model)
 
     def saved_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.adapters.values())

@@ -58,7 +58,7 @@ def test_several_gpus_are_told_what_a_dry_run_tells(tmp_path, monkeypatch):
     config = load(None, [f"model.path={build('qwen2_5_vl', tmp_path)}", "run.gpus=8", "data.max_prompt_tokens=512"])
     layout = dict(model_checks(config))["layout"]
     assert "this machine has no GPU" in (said := str([*layout()])) and "saccade estimate --device H200" in said
-    monkeypatch.setattr(devices, "present", lambda wanted: devices.named("H200"))
+    monkeypatch.setattr(devices, "current_device", lambda wanted: devices.lookup("H200"))
     wanted = r"whole: a GPU needs .* GiB in the update, .* seconds'.* in the exchange .* speed of a GPU: \d+%"
     assert re.search(wanted, str([*layout()]))
 

@@ -57,7 +57,7 @@ def test_init_writes_what_fits_a_gpu(large, tmp_path):
         result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0 and said in result.stdout and said in out.read_text(), result.output
         assert load(out).model.train == ("lora" if name == "b" else "full")
-        assert estimate(load(out), devices.named(gpu)).memory.fits
+        assert estimate(load(out), devices.lookup(gpu)).memory.fits
     assert CliRunner().invoke(app, [*arguments[:4], str(tmp_path / "c.yaml"), "--device", "4091"]).exit_code == 2
     assert not (tmp_path / "c.yaml").exists()
     rows.write_text(
@@ -175,6 +175,6 @@ def test_a_limit_that_limits_nothing_is_said(large, word_model):
     assert found.memory == planned(large, H200, W1).memory
     assert planned(large, H200, W1, "run.gpu_memory_gib=100").notes == ()
     config = load({"model.path": word_model, "run.gpu_memory_gib": 0.001})
-    found = estimate(config, devices.present("cpu"), prompt_tokens=40)
+    found = estimate(config, devices.current_device("cpu"), prompt_tokens=40)
     assert found.notes == ("run.gpu_memory_gib=0.001 has no effect on a CPU; it is for a GPU",)
     assert found.memory.fits

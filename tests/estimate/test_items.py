@@ -56,14 +56,14 @@ def test_main_memory_holds_a_copy_of_what_is_saved(large):
     assert host_peak(moved.host) - host_peak(found.host) == pytest.approx(sizes(moved)["reference"])
     without = planned(large, H200, W1, "save.background=false").host
     assert host_peak(without) == pytest.approx(2.0 + 2.5 + weights)
-    assert planned(large, devices.present("cpu"), W1).host == ()
+    assert planned(large, devices.current_device("cpu"), W1).host == ()
 
 
 def test_an_average_of_the_weights_is_another_copy_and_one_in_fp32(large):
     """In a checkpoint it is a model folder, too: 8 bytes of each weight, whatever their type."""
     for dtype, times in (("bfloat16", 3), ("float32", 1)):
         plain, found = (
-            planned(large, devices.named("B200"), W1, f"model.dtype={dtype}", f"train.ema={ema}") for ema in (0, 0.99)
+            planned(large, devices.lookup("B200"), W1, f"model.dtype={dtype}", f"train.ema={ema}") for ema in (0, 0.99)
         )
         weights, copies = sizes(plain)["weights"], [host_peak(each.host) for each in (plain, found)]
         assert sizes(found)["average"] == times * weights
@@ -75,7 +75,7 @@ def test_an_average_of_the_weights_is_another_copy_and_one_in_fp32(large):
 def test_left_open_as_many_layers_recompute_as_memory_asks_for(large):
     notes = {}
     for name in ("H200", "H100"):
-        found = planned(large, devices.named(name), W1)
+        found = planned(large, devices.lookup(name), W1)
         assert found.memory.fits
         (note,) = (i.note for i in found.memory.items if i.name == "decoder activations")
         notes[name] = int(re.search(r"(\d+) of 36 layers", note)[1])

@@ -32,7 +32,7 @@ def test_keys_and_values_take_their_share_and_prompts_what_is_left(shaped):
     """
     options = ("model.train=qlora", "train.prompts_per_step=512", "train.micro_tokens=4096")
     notes = []
-    for device in (devices.named("L4"), devices.Device(name="tight", memory=16.0)):
+    for device in (devices.lookup("L4"), devices.Device(name="tight", memory=16.0)):
         found = planned(shaped("7b"), device, (448, 457, 2048), *options)
         assert found.memory.pool == pytest.approx(0.8 * found.memory.free)
         assert found.memory.fits
@@ -97,7 +97,7 @@ def test_a_run_that_may_not_fit_is_warned_and_one_that_cannot_is_refused(large):
 def test_a_run_starts_on_a_cpu_and_with_a_family_of_its_own(large, tmp_path):
     config = load({"model.path": large})
     family = load_family(large)
-    assert preflight(config, family, [], device=devices.present("cpu")) == []
+    assert preflight(config, family, [], device=devices.current_device("cpu")) == []
     unknown = Path(tiny.build("qwen3", tmp_path / "model"))
     described = json.loads((unknown / "config.json").read_text())
     (unknown / "config.json").write_text(json.dumps(described | {"model_type": "phi"}))

@@ -15,7 +15,7 @@ from tests.estimate.works import H200, W1, planned
 
 def test_prompts_are_those_of_the_data(scenes, word_model):
     config = load({"model.path": word_model, "data.train": str(scenes / "train.jsonl")})
-    found = estimate(config, devices.present("cpu"))
+    found = estimate(config, devices.current_device("cpu"))
     about = r"\d+ tokens \(mean of 24 rows of data.train, the longest \d+\)"
     assert re.fullmatch(about, found.prompts)
     assert found.pace.seconds == {} and found.pace.tflop["update"] > 0
@@ -55,7 +55,7 @@ def test_a_gpu_that_is_not_there_is_not_taken_for_a_cpu(large, monkeypatch):
 
 def test_without_data_prompts_are_as_long_as_allowed_and_pictures_shrunk(word_model, large):
     config = load({"model.path": word_model, "data.max_prompt_tokens": 2000})
-    found = estimate(config, devices.present("cpu"))
+    found = estimate(config, devices.current_device("cpu"))
     assert found.prompts == "2000 tokens, an image of 1001x1001 (data.max_prompt_tokens)"
     config = load({"model.path": large, "data.max_pixels": 2048**2, "data.max_prompt_tokens": 2048})
     found = estimate(config, H200)
@@ -70,8 +70,8 @@ def test_data_that_is_not_there_is_named(word_model):
     gone = "data.train: trian.parquet not found, so"
     said = f"{gone} prompts are as long as data.max_prompt_tokens=500 allows"
     for options, wanted in (({}, (said,)), ({"prompt_tokens": 40}, ()), ({"image": (28, 28)}, (said,))):
-        assert estimate(config, devices.present("cpu"), **options).notes == wanted, options
-    over, missing = estimate(config, devices.present("cpu"), image=(1400, 1400)).notes
+        assert estimate(config, devices.current_device("cpu"), **options).notes == wanted, options
+    over, missing = estimate(config, devices.current_device("cpu"), image=(1400, 1400)).notes
     assert over.startswith("a run leaves prompts of") and missing == f"{gone} of prompts only the image is counted"
 
 

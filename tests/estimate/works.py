@@ -7,7 +7,7 @@ from saccade.models.families import load_family
 from saccade.plugins.estimate import estimate
 from saccade.system import devices
 
-H200, A100_40, RTX_4090 = (devices.named(n) for n in ("H200", "A100 40GB", "RTX 4090"))
+H200, A100_40, RTX_4090 = (devices.lookup(n) for n in ("H200", "A100 40GB", "RTX 4090"))
 # 16 prompts x 8 rollouts: side of the picture, tokens of prompt and response.
 W1, W2 = (448, 368, 512), (1000, 1360, 256)
 LIMITED = (896, 1120, 1024)  # 8 prompts, in 24 GiB

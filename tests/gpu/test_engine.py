@@ -82,11 +82,11 @@ def test_decode_attention_of_any_shape_is_that_of_float64(seed, monkeypatch):
     shapes = (heads, size), (key_heads, size), (key_heads, value_size)
     q, k, v = (torch.randn(len(lengths), *shape, device=DEVICE, dtype=dtype) for shape in shapes)
     keys, values = (x.flatten(0, 1).clone() for x in made[1])
-    described = np.zeros((3, len(lengths) // 2), dtype=np.int64)
-    described[:, : prefix_groups.shape[1]] = prefix_groups
+    model_json = np.zeros((3, len(lengths) // 2), dtype=np.int64)
+    model_json[:, : prefix_groups.shape[1]] = prefix_groups
     got = kernels.decode_attention(
         q, k, v, bases=bases, layer=1, table=table, lengths=torch.from_numpy(lengths).to(DEVICE),
-        shared=torch.from_numpy(shared).to(DEVICE), prefix_groups=torch.from_numpy(described).to(DEVICE), page=page,
+        shared=torch.from_numpy(shared).to(DEVICE), prefix_groups=torch.from_numpy(model_json).to(DEVICE), page=page,
         scale=size**-0.5, splits=splits, window=window,
     )  # fmt: skip
     for row, length in enumerate(lengths.tolist()):

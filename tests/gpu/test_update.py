@@ -92,7 +92,7 @@ def test_layers_recompute_only_when_memory_is_short(family_of, batches, monkeypa
     costs = {k.of_media: k.cost(1000, 1000) for k in backend.recompute.kinds}
     assert costs.keys() == {False, True} and min(costs.values()) > 1000 * 64 * 2
     unplanned = backend.recompute.margin * checkpointing.total_bytes(backend.recompute.device)
-    monkeypatch.setattr(checkpointing, "free_bytes", lambda *_: unplanned + backend.recompute.overhead[0] * 1.0)
+    monkeypatch.setattr(checkpointing, "free_gpu_bytes", lambda *_: unplanned + backend.recompute.overhead[0] * 1.0)
     _, again = gradients(backend, batches, monkeypatch)
     assert backend.recompute.keeping == 0
     assert distance(again, kept) < 0.01
@@ -102,7 +102,7 @@ def test_layers_recompute_only_when_memory_is_short(family_of, batches, monkeypa
     here = sum(span.length for span in last.media)
     room = spent * max(1.0, last.tokens / tokens, here / media_tokens)
     room += 1.5 * text.cost(last.tokens, here)
-    monkeypatch.setattr(checkpointing, "free_bytes", lambda *_: unplanned + room)
+    monkeypatch.setattr(checkpointing, "free_gpu_bytes", lambda *_: unplanned + room)
     gradients(backend, [last], monkeypatch)
     assert [layer.gradient_checkpointing for layer in text.layers] == [True, False]
 

@@ -23,7 +23,7 @@ def test_the_balance_loss_is_that_of_transformers(name, load, stock):
     theirs = stock(name)
     with torch.no_grad():
         wanted = theirs(ids, output_router_logits=True).aux_loss.item()
-        with experts.watched(experts.routers(theirs)) as logits:
+        with experts.recorded_logits(experts.routers(theirs)) as logits:
             theirs(ids)
     assert [tuple(layer.shape) for layer in logits] == [(40, 4)] * 2
     assert experts.balance_loss(logits, chosen=2).item() == pytest.approx(wanted, rel=1e-5)

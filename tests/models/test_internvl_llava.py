@@ -16,7 +16,7 @@ from saccade.errors import ConfigError, DataError, EnvironmentProblem
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
 from saccade.models.families import load_family
-from saccade.models.load import load_model, negated
+from saccade.models.load import load_model, negated_weight
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.families import tiny
 from saccade.plugins.media import videos
@@ -152,7 +152,7 @@ def test_features_are_those_of_the_layers_that_the_config_names(changed, image, 
     run = [not hasattr(each, "unread") for each in model.model.vision_tower.encoder.layers]
     assert run == [True, True, layer == -1]
     assert model.state_dict().keys() == stock.state_dict().keys()
-    with negated(model, family, "vision") as name, torch.no_grad():
+    with negated_weight(model, family, "vision") as name, torch.no_grad():
         assert not torch.equal(family.features(model, family.media([span])), made), name
 
 

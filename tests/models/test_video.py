@@ -13,7 +13,7 @@ from PIL import Image
 
 from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
-from saccade.media.blob_file import named
+from saccade.media.blob_file import shown_hash
 from saccade.media.images import ImageError, open_media
 from saccade.media.kinds import decode
 from saccade.plugins.media import videos
@@ -45,8 +45,8 @@ def test_an_animation_is_opened_from_its_header_and_shows_the_frames_it_names():
     assert (media.frames, media.fps) == ((0, 2, 4, 6, 8, 10), 2.0)
     assert (media.width, media.height, media.kind) == (112, 84, "video")
     assert np.array_equal(decode(media), pixels[::2])
-    named = videos.open_video(animation(pixels), frames=[0, 11])
-    assert np.array_equal(decode(named), pixels[[0, 11]]) and named.hash != media.hash
+    shown_hash = videos.open_video(animation(pixels), frames=[0, 11])
+    assert np.array_equal(decode(shown_hash), pixels[[0, 11]]) and shown_hash.hash != media.hash
 
 
 def test_pictures_are_a_video_too(tmp_path):
@@ -109,7 +109,7 @@ def test_a_film_is_compared_with_its_hash_and_not_taken_into_memory(tmp_path, mo
     path, data = tmp_path / "a.mp4", b"\0\0\0\x18ftypmp42" + bytes(100)
     path.write_bytes(data)
     media = Media(kind="video", hash="x", width=4, height=4, path=str(path), frames=(0, 1), fps=1.0)
-    media = replace(media, hash=named(media, hashlib.sha256(data).hexdigest()))
+    media = replace(media, hash=shown_hash(media, hashlib.sha256(data).hexdigest()))
     monkeypatch.setattr(Path, "read_bytes", lambda self: pytest.fail("the whole film was read"))
     with pytest.raises((EnvironmentProblem, ImageError), match=r"OpenCV|cannot be decoded"):
         decode(media)

@@ -41,7 +41,7 @@ def is_there(weights: Any) -> bool:
 
 def adapted(model: Any) -> dict[str, torch.Tensor]:
     lora.add(model, load_family(model.name_or_path), LoraConfig(rank=2), seed=0)
-    return lora.copied(model)
+    return lora.copy_adapters(model)
 
 
 def on_rank(rank: int, folder: Path, deep: str, tied: str) -> dict[str, Any]:

@@ -185,13 +185,13 @@ def test_a_layout_that_is_left_open_is_whole_where_that_fits(shaped, monkeypatch
         config = load(given | {"algorithm.kl.coef": 0.0}, command=command)
         found = []
         for device in (H200, devices.Device(name="CPU", memory=64.0), TIGHT):
-            for name in ("present", "unoccupied"):
+            for name in ("current_device", "device_with_free_memory"):
                 monkeypatch.setattr(devices, name, lambda wanted, device=device: device)
             found.append(choose_layout(config, command, loaded(str(shaped("7b")))))
         assert [layout for layout, _ in found] == ["whole", "whole", "sharded"], command
         assert found[1][1] == "this machine has no GPU" and found[2][1].startswith("whole, a GPU would need")
     # Others hold memory now, as the processes of a run that has just died do: the layout stays, and does not fit.
-    monkeypatch.setattr(devices, "present", lambda wanted: H200)
+    monkeypatch.setattr(devices, "current_device", lambda wanted: H200)
     config, family = load(given | {"algorithm.kl.coef": 0.0}), loaded(str(shaped("7b")))
     assert choose_layout(config, "rl", family)[0] == "whole"
     with pytest.raises(ConfigError, match=r"on each of 8 tight .* try .*, or train\.layout=sharded"):
@@ -243,7 +243,7 @@ def test_a_dry_run_shows_layout_memory_exchange_and_efficiency(large, scenes, mo
         return result.output
 
     assert "`saccade estimate --device H200` shows layout" in shown("rl", *given)
-    monkeypatch.setattr(devices, "present", lambda wanted: H200)
+    monkeypatch.setattr(devices, "current_device", lambda wanted: H200)
     found = shown("rl", *given)
     for text in (r"each of 8 H200, prompts", r"train\.layout=whole: a GPU needs", r"\d+ GiB in the update, of"):
         assert re.search(text, found), text

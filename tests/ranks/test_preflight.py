@@ -145,7 +145,7 @@ def test_a_machine_with_other_files_is_refused(tmp_path: Path, family_of: Any, m
 def test_a_gpu_without_room_for_weights_is_refused(
     tmp_path: Path, sft_config: Any, word_model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "free_bytes", lambda device: 2**20)
+    monkeypatch.setattr(preflight, "free_gpu_bytes", lambda device: 2**20)
     with pytest.raises(EnvironmentProblem, match=r"0\.0 GiB of the GPU are free, .* `nvidia-smi` shows it"):
         preflight.require_room(Path(word_model), 2**21, torch.device("cuda"))
     monkeypatch.setattr(model_setup, "device_of", lambda config: torch.device("cuda"))

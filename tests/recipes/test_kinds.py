@@ -68,7 +68,7 @@ def test_a_reward_model_learns_and_scores_rollouts(config, tmp_path, scenes, num
 def test_memory_and_seconds_come_from_modules_without_weights(config, tmp_path, tensors):
     options = config(tmp_path) | {"model.lora.rank": 2}
     whole, adapted = (
-        estimate(load(options | {"model.train": train}), devices.named("H200"), prompt_tokens=99, image=(112, 112))
+        estimate(load(options | {"model.train": train}), devices.lookup("H200"), prompt_tokens=99, image=(112, 112))
         for train in ("full", "lora")
     )
     (weights,) = (item.gib for item in whole.memory.items if item.name == "weights")
@@ -82,7 +82,7 @@ def test_an_estimate_of_another_family_names_both(config, tmp_path):
     other = load(config(tmp_path) | {"model.family": "qwen2_5_vl"})
     said = r"model.family=qwen2_5_vl, but the folder holds a model of type 'smolvlm' .*leave model.family out"
     with pytest.raises(EnvironmentProblem, match=said):
-        estimate(other, devices.named("H200"), prompt_tokens=99, image=(112, 112))
+        estimate(other, devices.lookup("H200"), prompt_tokens=99, image=(112, 112))
 
 
 def test_a_family_that_is_not_known_is_refused(rl_config, tmp_path):

@@ -44,7 +44,7 @@ def test_an_estimate_counts_what_a_run_counts(tmp_path, rl_config, changes):
         **changes,
     )  # fmt: skip
     last = rl.run(config)
-    pace = estimate(load(config, command="rl"), devices.present("cpu")).pace
+    pace = estimate(load(config, command="rl"), devices.current_device("cpu")).pace
     foretold = pace.tflop | {"recomputed": pace.recomputed}
     assert foretold == pytest.approx({name: last[f"flops/{name}"] for name in foretold}, rel=0.01)
     assert len(foretold) == len([name for name in last if name.startswith("flops/")])
@@ -54,11 +54,11 @@ def test_shares_of_a_known_device():
     counted = {"flops/rollout": 400.0, "flops/update": 1400.0, "flops/recomputed": 300.0}
     counted |= {"bytes/rollout": 6000.0, "reward/mean": 1.0}
     times = {"time/rollout": 4.0, "time/update": 3.0, "time/step": 8.0}
-    found = rates(counted, times, devices.named("NVIDIA H200"))
+    found = rates(counted, times, devices.lookup("NVIDIA H200"))
     assert found == {
         "perf/mfu_rollout": pytest.approx(100 / 989),
         "perf/mfu_update": pytest.approx(1400 / 3 / 989),
         "perf/bandwidth_rollout": pytest.approx(1.5 / 4.8),
     }
-    eight = rates(counted, times, replace(devices.named("NVIDIA H200"), count=8))
+    eight = rates(counted, times, replace(devices.lookup("NVIDIA H200"), count=8))
     assert eight == {name: pytest.approx(value / 8) for name, value in found.items()}

@@ -16,28 +16,28 @@ from saccade.system import devices
     ],
 )  # fmt: skip
 def test_known_devices(name, tflops, bandwidth):
-    found = devices.named(name)
+    found = devices.lookup(name)
     assert (found.tflops, found.bandwidth) == (tflops, bandwidth)
 
 
 def test_names_that_are_unknown_or_speak_of_memory():
     for name in ("NVIDIA H201", "Tesla T4", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU", ""):
-        assert devices.named(name) is None
+        assert devices.lookup(name) is None
     for name in ("A100 40 GB", "a100-40g", "A100 40GB", "A100 40 GiB", "NVIDIA A100-PCIE-40GB"):
-        assert devices.named(name).memory == 39.4 and not devices.says_otherwise(name, devices.named(name))
-    assert devices.only("4090") == devices.named("RTX 4090")
-    assert devices.only("rtx-6000").memory == 47.4
+        assert devices.lookup(name).memory == 39.4 and not devices.memory_contradicts(name, devices.lookup(name))
+    assert devices.lookup_unique("4090") == devices.lookup("RTX 4090")
+    assert devices.lookup_unique("rtx-6000").memory == 47.4
     for name in ("A100 48 GB", "A800 40GB", "RTX 4090 48GB"):
-        assert devices.says_otherwise(name, devices.named(name))
+        assert devices.memory_contradicts(name, devices.lookup(name))
     for name in ("NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", "RTX 4090 GPU", "L4 24GB"):
-        assert not devices.says_otherwise(name, devices.named(name))
-    assert devices.only("RTX") is devices.only("4090 laptop") is devices.only("") is None
+        assert not devices.memory_contradicts(name, devices.lookup(name))
+    assert devices.lookup_unique("RTX") is devices.lookup_unique("4090 laptop") is devices.lookup_unique("") is None
 
 
 def test_a_limit_that_limits_nothing():
     gpu = devices.Device(name="GPU", memory=120.0)
-    assert devices.no_limit(None, gpu) is None and devices.no_limit(80.0, gpu) is None
-    assert devices.no_limit(121.0, gpu) == ("run.gpu_memory_gib=121 has no effect: GPU has 120.0 GiB to give")
+    assert devices.limit_problem(None, gpu) is None and devices.limit_problem(80.0, gpu) is None
+    assert devices.limit_problem(121.0, gpu) == ("run.gpu_memory_gib=121 has no effect: GPU has 120.0 GiB to give")
 
 
 def test_a_training_run_is_told_of_a_limit_that_limits_nothing(tmp_path):
@@ -60,11 +60,11 @@ def test_limits_of_a_container_count(tmp_path, group):
     (job / limit).write_text("1000\n")
     (job / used).write_text("700\n")
     (job / "memory.stat").write_text(f"anon 600\n{cache} 100\n")
-    assert list(devices.left_in_groups(own, tmp_path / "root")) == [400]
-    assert list(devices.left_in_groups(tmp_path / "none", tmp_path / "none")) == []
+    assert list(devices.free_cgroup_bytes(own, tmp_path / "root")) == [400]
+    assert list(devices.free_cgroup_bytes(tmp_path / "none", tmp_path / "none")) == []
 
 
 def test_a_cpu_has_memory_and_no_peak():
-    here = devices.present("cpu")
+    here = devices.current_device("cpu")
     assert here.memory > 0.5 and here.tflops is None and not here.is_gpu
-    assert 0 < devices.free_host_bytes() < devices.present("cpu").memory * 2**30
+    assert 0 < devices.free_host_bytes() < devices.current_device("cpu").memory * 2**30

@@ -20,7 +20,7 @@ def plan(load, monkeypatch):
 
     def choose(room: float, tokens: int, media_tokens: int) -> list[bool]:
         monkeypatch.setattr(checkpointing, "total_bytes", lambda *_: 0)  # no margin
-        monkeypatch.setattr(checkpointing, "free_bytes", lambda *_: room * GIB)
+        monkeypatch.setattr(checkpointing, "free_gpu_bytes", lambda *_: room * GIB)
         made.choose(tokens, media_tokens)
         return [not layer.gradient_checkpointing for kind in made.kinds for layer in kind.layers]
 

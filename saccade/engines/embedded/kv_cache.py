@@ -40,7 +40,7 @@ from saccade.forest.device_ops import KERNELS, to_device
 from saccade.models.families import Family
 from saccade.models.load import hidden_states
 from saccade.registry import HOOKS
-from saccade.system.devices import free_bytes
+from saccade.system.devices import free_gpu_bytes
 
 PAGE = 16  # tokens: small, so that little of a prompt is copied and little of a last page is empty
 POOL_STEP = 4096  # pages of that size by which the pool grows at least
@@ -201,7 +201,7 @@ class KVCache:
             return CPU_CACHE_BYTES
         mine = self.pages.count * self.bytes_per_page + self.state_rows * self.shape.state_bytes
         share = GPU_CACHE_SHARE if self.kernels is None else POOL_SHARE
-        return int(share * (free_bytes(self.device) + mine))
+        return int(share * (free_gpu_bytes(self.device) + mine))
 
     def _allocate(self, count: int, page: int, rows: int) -> None:
         """Resize the pool to `count` pages of `page` tokens, and the states to `rows`; contents are preserved."""

@@ -22,7 +22,7 @@ from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import ImageCache, in_background
 from saccade.models.chat import Chat, Grid, load_chat
 from saccade.models.families import qwen_vl
-from saccade.models.files import described
+from saccade.models.files import model_json
 from saccade.registry import HOOKS, Table
 from saccade.types import Media, MediaSpan, Message, Rendered
 
@@ -169,19 +169,19 @@ def load_family(
     path: str, *, name: str | None = None, chat_template: str | None = None, trust_remote_code: bool = False
 ) -> Family:
     """Reads the folder's config, tokenizer and processor settings; no weights."""
-    config = described(Path(path))
+    config = model_json(Path(path))
     if not config:
         raise EnvironmentProblem(f"{path} is no model folder: it has no config.json")
     name = name or config.get("model_type", "")
     spec = FAMILIES.get(name) or generic_spec(name, config, path)
     config = config.get(spec.section, config)
     text_config = config.get("text_config", config)
-    eos = described(Path(path), "generation_config.json").get("eos_token_id", [])
+    eos = model_json(Path(path), "generation_config.json").get("eos_token_id", [])
     chat = load_chat(
         path,
         placeholders={kind: config[k] for kind, k in spec.media_tokens.items() if k in config},
         # In older folders this file's template supports images, while the tokenizer's is text-only.
-        template=chat_template or described(Path(path), "chat_template.json").get("chat_template"),
+        template=chat_template or model_json(Path(path), "chat_template.json").get("chat_template"),
         begins=bool(spec.media_tokens),
         eos_ids=eos if isinstance(eos, list) else [eos],
         trust_remote_code=trust_remote_code,
@@ -251,7 +251,7 @@ def generic_spec(name: str, config: Mapping[str, Any], path: str) -> FamilySpec:
 
 def _processor_settings(folder: Path) -> dict[str, Any]:
     """Settings for images and audio: a file or, in newer folders, sections of processor_config.json."""
-    settings, whole = (described(folder, f"{name}_config.json") for name in ("preprocessor", "processor"))
+    settings, whole = (model_json(folder, f"{name}_config.json") for name in ("preprocessor", "processor"))
     return settings | (whole.get("feature_extractor") or {}) | (whole.get("image_processor") or {})
 
 

@@ -1,4 +1,4 @@
-"""Writes samples as canonical rows, JSON that the formats of `data.records.WRITTEN` read back as the same samples,
+"""Writes samples as canonical rows, JSON that the formats of `data.records.CANONICAL` read back as the same samples,
 or as conversations for sft: ShareGPT with images in any turn.
 
 >>> read_row(to_row(sample), FORMATS["messages"], DataConfig(), open_image=open_media) == sample
@@ -22,7 +22,7 @@ from saccade.types import Media, Message, Sample
 
 
 def to_row(sample: Sample) -> dict[str, Any]:
-    """The canonical record of a sample, which the formats of `WRITTEN` read back."""
+    """The canonical record of a sample, which the formats of `CANONICAL` read back."""
     row: dict[str, Any] = {
         "id": sample.id,
         "data_source": sample.data_source,

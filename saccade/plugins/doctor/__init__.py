@@ -143,7 +143,7 @@ def model_checks(config: Config) -> list[Check]:
 
         require_heads(config, family())
         try:
-            found = estimate(config, devices.present(config.run.device), family=family())
+            found = estimate(config, devices.current_device(config.run.device), family=family())
         except SaccadeError as error:
             chosen, why = choose_layout(config, "rl", family())
             yield "ok", f"train.layout={chosen}: {why}" + f"; no estimate: {error}" * (str(error) not in why)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 from saccade.config import RolloutConfig
 from saccade.plugins.engines import INSTALL
-from saccade.system.disk import free_bytes, size, unwritable
+from saccade.system.disk import free_disk_bytes, size, unwritable
 
 LEAST_DISK, LEAST_SHARE = 10**10, 0.5  # free bytes; free share of a GPU's memory
 SHOWN_MODELS = 8  # most models of an endpoint that are listed
@@ -152,7 +152,7 @@ def loopback(rollout: RolloutConfig) -> Rows:
 
 
 def disk(out: str) -> Rows:
-    free = free_bytes(out)
+    free = free_disk_bytes(out)
     text = f"run.out={out} can be written, {size(free)} free"
     if found := unwritable(out, "run.out"):
         yield "failure", *found

@@ -18,7 +18,7 @@ from saccade import __version__
 from saccade.config import Config, DataSource, load
 from saccade.data import datasets
 from saccade.data.chats import escape
-from saccade.data.prompts import WORDED
+from saccade.data.prompts import FINAL_PROMPT
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.check_data.canonical_rows import convert, dialogue_row, to_row
 from saccade.plugins.evaluation.results import read_lines, to_lines
@@ -154,7 +154,7 @@ def _described(sample: Sample, column: str) -> Sample:
 def _to_rewrite(sample: Sample) -> Sample:
     gold = " or ".join(sample.answer) if isinstance(sample.answer, tuple) else sample.answer or "unknown"
     parts: tuple[str | Media, ...] = (*sample.media, ASK.format(question=_words(sample), answer=gold))
-    return replace(sample, messages=(Message(role="user", parts=parts),), extra={**sample.extra, WORDED: True})
+    return replace(sample, messages=(Message(role="user", parts=parts),), extra={**sample.extra, FINAL_PROMPT: True})
 
 
 def _words(sample: Sample) -> str:

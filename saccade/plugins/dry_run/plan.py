@@ -19,7 +19,7 @@ from saccade.checks.steps import algorithm_of, total_steps
 from saccade.config import Config, DataSource
 from saccade.config.notation import write
 from saccade.models.families import FAMILIES
-from saccade.models.files import described
+from saccade.models.files import model_json
 from saccade.rewards.resolve import resolve_recipes
 
 COUNTED_BYTES = 256 * 2**20
@@ -44,7 +44,7 @@ def print_plan(config: Config, name: str, *, full: bool) -> None:
         print(f"  {quantity:<30} {value}")
     for line in filter(None, (not_counted(config, name), idle_gpus(config, name))):
         print(line)
-    if described(Path(config.model.path)).get("model_type", "") not in (
+    if model_json(Path(config.model.path)).get("model_type", "") not in (
         "",
         *FAMILIES,
     ):  # refused before weights are read

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from saccade.engines import WeightSource
 from saccade.errors import EnvironmentProblem
-from saccade.models.files import INDEX, SINGLE, described, require_intact, require_same
+from saccade.models.files import INDEX, SINGLE, model_json, require_intact, require_same
 from saccade.plugins.engines.gpu_handles import describe
 from saccade.plugins.engines.kept_memory import held_at, room
 
@@ -253,6 +253,6 @@ def folder_shapes(folder: str) -> dict[str, tuple[int, ...]]:
 
 def folder_files(folder: Path) -> list[Path]:
     """The files that are loaded; the folder may also hold adapters or other copies of the weights."""
-    if named := described(folder, INDEX).get("weight_map"):
+    if named := model_json(folder, INDEX).get("weight_map"):
         return [folder / name for name in sorted(set(named.values()))]
     return [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))

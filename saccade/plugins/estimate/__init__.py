@@ -4,7 +4,7 @@ seconds by phase, and, if it does not fit, which options to change.
 Memory and work are derived from the model's modules, built without weights. Seconds are FLOPs or bytes
 divided by the device's peak and by the fraction of it that one GPU reached in measurements.
 
-    found = estimate(load("run.yaml"), devices.named("H200"))
+    found = estimate(load("run.yaml"), devices.lookup("H200"))
     found.memory.peaks, found.pace.seconds, found.advice
 """
 
@@ -35,7 +35,7 @@ from saccade.plugins.estimate.work import Pace, pace_of
 from saccade.plugins.ranks.layouts import candidates, efficiency, generates, more_gpus, numbers_in, require_heads
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
-from saccade.system.devices import Device, in_precision, no_limit
+from saccade.system.devices import Device, in_precision, limit_problem
 from saccade.types import Sample
 
 SMALLEST_BATCH, SHORTEST_RESPONSE = 1024, 256  # tokens
@@ -137,7 +137,7 @@ def _teacher(config: Config, command: str) -> int:
 def as_configured(device: Device, config: Config) -> tuple[Device, list[str]]:
     """The device as limited by the config (memory, dtype), and notes about that."""
     limit = config.run.gpu_memory_gib
-    notes = [*filter(None, [no_limit(limit, device)])]
+    notes = [*filter(None, [limit_problem(limit, device)])]
     if limit is not None and device.is_gpu:
         device = replace(device, memory=min(device.memory, limit))
     if (precise := in_precision(device, config.model.dtype)) != device:

@@ -77,7 +77,7 @@ def preflight(config: Config, family: Family, samples: Sequence[Sample], *, devi
     is far too large, if its family is in our table. No warnings on a CPU, which has more memory, or for
     a model that cannot be built without its weights.
     """
-    card, device = device, device or devices.unoccupied(config.run.device)
+    card, device = device, device or devices.device_with_free_memory(config.run.device)
     if not device.is_gpu or not samples:
         return []
     if config.run.gpus > 1:  # the layout of the run does not depend on what is free now
@@ -117,16 +117,16 @@ def short_of_memory(config: Config, found: Estimate) -> str | None:
 def find_device(name: str | None, wanted: str) -> Device:
     """The device `name` of the table, or without a name the one that run.device (`wanted`) selects here."""
     if name is None:
-        here = devices.present(wanted)
+        here = devices.current_device(wanted)
         if wanted == "cuda" and not here.is_gpu:
             raise EnvironmentProblem("run.device=cuda, but torch sees no GPU; name one: saccade estimate --device H100")
         return here
     if name.lower() == "cpu":
-        return devices.present("cpu")
-    found = devices.named(name) or devices.only(name)
+        return devices.current_device("cpu")
+    found = devices.lookup(name) or devices.lookup_unique(name)
     if found is None:
         raise ConfigError(f"--device {name}: expected one of {', '.join(devices.table())}, cpu")
-    if devices.says_otherwise(name, found):
+    if devices.memory_contradicts(name, found):
         has = f"the one in the table has {found.memory:.1f} GiB"
         raise ConfigError(f"--device {name}: {has}; to plan with less of it use run.gpu_memory_gib=GIB")
     return found

@@ -17,7 +17,7 @@ def choose_layout(config: Config, command: str, family: Family, device: Device |
     """Returns (layout, reason). Assumes all memory of this machine's first GPU, not what is free now, so that a resumed
     run with the same options and GPUs chooses the same layout.
     """
-    gpus, device = config.run.gpus, device or devices.present(config.run.device)
+    gpus, device = config.run.gpus, device or devices.current_device(config.run.device)
     (best, *others), reason = candidates(config.train.layout, gpus=gpus, cuda=device.is_gpu)
     if not others:
         return best, reason

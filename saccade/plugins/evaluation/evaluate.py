@@ -131,7 +131,7 @@ def _evaluate(
             if dataset.overlong or dataset.quarantined or dataset.renamed:  # a score of other rows is another score
                 log.info(dataset.summary)
         for dataset in sets.values():
-            evaluator.quarantine.record(dataset.aside)
+            evaluator.quarantine.record(dataset.excluded_rows)
         _finish(folder)
     for result in results:  # only now: no answer is lost
         check_errors(result.groups, config.reward, config.env)

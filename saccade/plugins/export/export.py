@@ -13,7 +13,7 @@ from torch import Tensor
 
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import load_family
-from saccade.models.files import described, require_intact
+from saccade.models.files import model_json, require_intact
 from saccade.models.load import DTYPES, load_model
 from saccade.plugins.export.sharded_weights import sharded_folder, sharded_weights, write_dcp
 from saccade.plugins.export.zero_weights import zero_folder, zero_weights
@@ -90,7 +90,7 @@ def _from_parts(
         raise ConfigError(
             f"{parts}: it holds adapters ({adapters[0]}); merge those that were saved beside it with peft"
         )
-    if described(like, "config.json").get("tie_word_embeddings") and "lm_head.weight" in weights:
+    if model_json(like, "config.json").get("tie_word_embeddings") and "lm_head.weight" in weights:
         del weights["lm_head.weight"]  # a copy of the embedding
     cast = {name: each.to(kind) if each.is_floating_point() else each for name, each in weights.items()}
     out.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def export_dcp(checkpoint: str | Path, out: str | Path) -> Path:
     _require_empty(out)
     require_intact(source)
     family = load_family(str(source))
-    stored = str(described(source).get("dtype") or described(source).get("torch_dtype") or "float32")
+    stored = str(model_json(source).get("dtype") or model_json(source).get("torch_dtype") or "float32")
     model = load_model(family, dtype=DTYPES.get(stored, torch.float32), device=torch.device("cpu"))
     write_dcp(model.state_dict(), out)
     _copy_description(source, out)
@@ -122,7 +122,7 @@ def export_dcp(checkpoint: str | Path, out: str | Path) -> Path:
 
 def pictures(folder: Path) -> str:
     """The image size limit in the folder's preprocessor config, which servers apply, as part of a sentence."""
-    settings = described(folder, file := "preprocessor_config.json")
+    settings = model_json(folder, file := "preprocessor_config.json")
     limits = [f"{name} {settings[name]}" for name in ("max_pixels", "max_patches") if name in settings]
     return f"; {file} shows images with {limits[0]}" if limits else ""
 

@@ -24,7 +24,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest.device_ops import to_device
 from saccade.forest.interface import decoder_of
 from saccade.models.families import FAMILIES, Family, FamilySpec, max_positions
-from saccade.models.files import described
+from saccade.models.files import model_json
 from saccade.plugins.families.door import cast, decoder_inputs, picture_features
 from saccade.plugins.families.picture_processor import ALWAYS, SIZES_KEPT, PictureReader
 from saccade.plugins.families.proof import prove
@@ -74,7 +74,7 @@ def gate(path: str, *, trust_remote_code: bool = False) -> Any:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a type that it does not know, or of fields that it checks
         _require_libraries(path, error)
-        why = f"model_type {described(Path(path)).get('model_type', '')!r}: {(str(error).splitlines() or [''])[0]}"
+        why = f"model_type {model_json(Path(path)).get('model_type', '')!r}: {(str(error).splitlines() or [''])[0]}"
         other = f"use its conversion, whose name ends in -hf, if it has one, or {SIMILAR}"
         if "trust_remote_code" in str(error):
             other = "model.trust_remote_code=true runs the Python code in that folder, if you trust it"

@@ -31,7 +31,7 @@ from saccade.forest.packing import pack
 from saccade.media.images import open_media
 from saccade.media.kinds import KINDS
 from saccade.models.families import Family
-from saccade.models.files import described
+from saccade.models.files import model_json
 from saccade.models.heads import language_head
 from saccade.models.load import hidden_states, media_inputs
 from saccade.plugins.families.door import cast, door
@@ -455,7 +455,7 @@ def _verdict_file(model: Any, family: Family) -> Path:
     libraries = ("torch", "transformers", "tokenizers", "torchvision", "timm")
     known = {
         "class": type(model).__name__,
-        "files": [described(Path(family.path), name) for name in described_by],
+        "files": [model_json(Path(family.path), name) for name in described_by],
         "template": family.chat.template,
         "tokenizer": [hashlib.sha256(file.read_bytes()).hexdigest() for file in written],
         "where": [str(model.dtype), model.device.type, getattr(model, "is_loaded_in_4bit", False)],

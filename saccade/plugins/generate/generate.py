@@ -21,7 +21,7 @@ import numpy as np
 
 from saccade import checks
 from saccade.config import Config, load, on_one_gpu
-from saccade.data.prompts import WORDED
+from saccade.data.prompts import FINAL_PROMPT
 from saccade.data.records import content_hash
 from saccade.errors import ConfigError
 from saccade.models.files import stamp
@@ -88,7 +88,7 @@ def run(config: Any) -> dict[str, Any]:
         log.info(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
         if again:
             log.info(f"of these {len(again)} are answered again, such as {again[0]}: they changed since")
-        quarantine.record(data.aside)
+        quarantine.record(data.excluded_rows)
         for start in range(0, len(todo), BLOCK):
             samples = quarantine.sound(todo[start : start + BLOCK], data, family)
             with console.phase("generate"):
@@ -140,7 +140,7 @@ def _teach(path: Path, groups: Sequence[Group], done: Set[str]) -> None:
     rows = [row for row in read_lines(path) if row["id"].rpartition("/")[0] in done]
     for sample, t in ((group.sample, t) for group in groups for t in group.trajectories):
         if t.status == "ok" and t.outcome is not None and t.outcome >= 1:
-            extra = {**sample.extra, WORDED: True}
+            extra = {**sample.extra, FINAL_PROMPT: True}
             taught = replace(sample, id=f"{sample.id}/{t.repeat}", messages=t.messages, extra=extra)
             rows.append(dialogue_row(taught, path.parent))
     write_whole(path, to_lines(rows))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.config import Config
-from saccade.data.prompts import WORDED
+from saccade.data.prompts import FINAL_PROMPT
 from saccade.plugins.check_data.canonical_rows import convert
 from saccade.plugins.evaluation.results import read_lines
 from saccade.types import STATUS_OF_END, Message, Sample, replace
@@ -63,7 +63,7 @@ def _best_worst(sample: Sample, good: Sequence[Response], whole: Sequence[Respon
     best, worst = good[0], whole[-1]
     if best["reward"] == worst["reward"]:
         return []
-    extra = {**sample.extra, WORDED: True, "rewards": [best["reward"], worst["reward"]]}
+    extra = {**sample.extra, FINAL_PROMPT: True, "rewards": [best["reward"], worst["reward"]]}
     return [replace(sample, candidates=((_turn(best),), (_turn(worst),)), extra=extra)]
 
 
@@ -76,7 +76,7 @@ def _all_good(sample: Sample, good: Sequence[Response], whole: Sequence[Response
 
 
 def _demonstration(sample: Sample, response: Response) -> Sample:
-    extra = {**sample.extra, WORDED: True, "reward": response["reward"]}
+    extra = {**sample.extra, FINAL_PROMPT: True, "reward": response["reward"]}
     return replace(sample, messages=(*sample.messages, _turn(response)), extra=extra)
 
 

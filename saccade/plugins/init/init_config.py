@@ -23,7 +23,7 @@ from saccade.data.datasets import load as load_rows
 from saccade.data.formats import Format, detect, read_row
 from saccade.data.sources import open_source
 from saccade.errors import ConfigError, DataError, SaccadeError
-from saccade.models.files import described
+from saccade.models.files import model_json
 from saccade.plugins.check_data.unused_media import unread_media
 from saccade.plugins.families.tiny_kinds import ALL, build
 from saccade.plugins.init.run_page import Guess, Page, run_page
@@ -174,7 +174,7 @@ def _type_of(model: Path) -> str:
         if kind not in ALL:
             raise unknown("tiny model", kind, ALL)
         return kind
-    if not (config := described(model)):
+    if not (config := model_json(model)):
         raise ConfigError(f"{model} has no config.json; give a Hugging Face model folder, or tiny:qwen2_5_vl")
     return config.get("model_type", "unknown")
 

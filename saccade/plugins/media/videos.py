@@ -22,7 +22,7 @@ import numpy as np
 from saccade.config import DataConfig
 from saccade.errors import EnvironmentProblem
 from saccade.media import image_files, images
-from saccade.media.blob_file import encoded, named, require_unchanged
+from saccade.media.blob_file import encoded, require_unchanged, shown_hash
 from saccade.media.images import ImageError
 from saccade.media.kinds import PAIR, PIXELS, MediaKind
 from saccade.media.media_files import DEFAULT_LIMITS, SCHEMES, located, read, reference
@@ -109,7 +109,7 @@ def _from_pictures(listed: Sequence[Any], fps: float, most: int, limits: DataCon
     content, shown = " ".join(one.hash for one in opened), fps * count / len(listed)
     size = sizes.pop()
     media = Media(kind="video", hash=content, width=size[0], height=size[1], pictures=opened, frames=frames, fps=shown)
-    return replace(media, hash=named(media, content))
+    return replace(media, hash=shown_hash(media, content))
 
 
 # -- files -----------------------------------------------------------------------------------------

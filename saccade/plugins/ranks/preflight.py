@@ -27,7 +27,7 @@ from saccade.config.schema.section import Section, about, chosen
 from saccade.errors import EnvironmentProblem
 from saccade.models.files import fingerprint
 from saccade.plugins.ranks.machines import named
-from saccade.system.devices import free_bytes
+from saccade.system.devices import free_gpu_bytes
 from saccade.system.disk import refusal
 
 MEET_LIMIT = 300.0  # seconds until all ranks have joined: many may load the same libraries from a slow disk
@@ -111,7 +111,7 @@ def require_room(folder: Path, needed: float, device: torch.device, hint: str = 
     """Refuse a GPU without the `needed` bytes free, which the weights alone take."""
     if device.type != "cuda":
         return
-    if needed > (free := free_bytes(device)):
+    if needed > (free := free_gpu_bytes(device)):
         have = f"{free / 2**30:.1f} GiB of the GPU are free, and the weights alone take {needed / 2**30:.1f}"
         raise EnvironmentProblem(f"{folder}: {have}; {hint}")
 

@@ -123,9 +123,9 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
             tables = _by_category(pairs, kinds)
             summary[name] = {**found, **tables}
             log.info(f"{name}: {with_interval(found, 'accuracy')}  items {len(samples)}  rows left out {left_out}")
-            if dataset.aside:
+            if dataset.excluded_rows:
                 log.info(f"{name}: {dataset.summary}")
-                quarantine.record(dataset.aside)
+                quarantine.record(dataset.excluded_rows)
             for line in table_lines(name, tables):
                 log.info(line)
             listed += [{"set": name, **row, "extra": {"category": kinds[row["id"]]}} for row in pairs]

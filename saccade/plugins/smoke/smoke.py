@@ -19,7 +19,7 @@ from saccade.checks import unread
 from saccade.config import Config, load
 from saccade.data.sources import parse_address
 from saccade.models.families import FAMILIES, generic_spec
-from saccade.models.files import described, names_experts
+from saccade.models.files import model_json, names_experts
 from saccade.plugins.families import tiny_kinds
 from saccade.plugins.suites.suites import problems
 
@@ -92,7 +92,7 @@ def shrunk(config: Config, command: str, files: Sequence[str], given: Sequence[s
     if path and path != small.model.path:
         certain = config.model.family not in (None, "generic") or (Path(path) / "config.json").is_file()
         guess = "" if certain else ", guessed by name as the folder is not here; model.family says it"
-        if (kind := str(described(Path(path)).get("model_type", ""))) and small.model.path == f"tiny:{DEFAULT_FAMILY}":
+        if (kind := str(model_json(Path(path)).get("model_type", ""))) and small.model.path == f"tiny:{DEFAULT_FAMILY}":
             guess = f", for there is no tiny model of type {kind}" * (kind != DEFAULT_FAMILY)
         print(f"{small.model.path} stands in for model.path: {path}{guess}")
     return small
@@ -213,7 +213,7 @@ def model_type(config: Config) -> str:
         return path.removeprefix("tiny:")
     if config.model.family and config.model.family != "generic":
         return config.model.family
-    found = described(Path(path)) if path else {}
+    found = model_json(Path(path)) if path else {}
     if not found:
         guesses = (kind for name, kind in NAMES.items() if re.search(name, path.lower()))
         guess = next(guesses, DEFAULT_FAMILY)

@@ -26,7 +26,7 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.pixel_cache import ImageCache
 from saccade.models import DECLARED
 from saccade.models.families import Family
-from saccade.models.files import described
+from saccade.models.files import model_json
 from saccade.plugins.engines import INSTALL
 from saccade.plugins.engines.copy_engine import (
     TAKEN,
@@ -258,7 +258,7 @@ def _inspect_here(folder: str) -> None:
     """Register the model class here; otherwise vLLM inspects it in a child process, where torchvision crashes."""
     from vllm import ModelRegistry
 
-    for name in described(Path(folder)).get("architectures") or ():
+    for name in model_json(Path(folder)).get("architectures") or ():
         if (known := ModelRegistry.models.get(name)) is not None:
             ModelRegistry.register_model(name, known.load_model_cls())
 

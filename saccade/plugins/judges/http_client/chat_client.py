@@ -57,7 +57,7 @@ def encode(media: Media) -> tuple[str, str]:
     return f"image/{kind.lower()}", base64.b64encode(data).decode()
 
 
-Picture = Callable[[Media], tuple[str, str]]
+EncodeImage = Callable[[Media], tuple[str, str]]
 Body = dict[str, Any]
 CHARACTERS_PER_TOKEN = 4  # estimate, if the endpoint does not count an answer's tokens
 
@@ -101,23 +101,23 @@ def read_answer(reply: Mapping[str, Any], sampling: Sampling) -> Answer:
     return Answer(text=text, finish="length" if choice["finish_reason"] == "length" else "stop", usage=counted)
 
 
-def _chat_body(messages: Sequence[Message], picture: Picture) -> Body:
+def _chat_body(messages: Sequence[Message], encoder: EncodeImage) -> Body:
     def part(item: str | Media) -> Body:
         if isinstance(item, str):
             return {"type": "text", "text": item}
-        kind, data = picture(item)
+        kind, data = encoder(item)
         return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
     written = [{"role": m.role, "content": [part(p) for p in m.parts] if m.media else m.text} for m in messages]
     return {"messages": written}
 
 
-def _completions_body(messages: Sequence[Message], picture: Picture) -> Body:
+def _completions_body(messages: Sequence[Message], encoder: EncodeImage) -> Body:
     """The prompt format of models without a chat template."""
     return {"prompt": "".join(f"{m.role}: {m.text}\n" for m in messages) + "assistant:"}
 
 
-APIS: Mapping[str, tuple[str, Callable[[Sequence[Message], Picture], Body]]] = {  # path and body of a request
+APIS: Mapping[str, tuple[str, Callable[[Sequence[Message], EncodeImage], Body]]] = {  # path and body of a request
     "chat": ("/chat/completions", _chat_body),
     "completions": ("/completions", _completions_body),
 }
@@ -201,11 +201,11 @@ class ChatClient:
         """Calls that wait to send or to retry raise an error."""
         self._sender.stop()
 
-    def _body(self, messages: Sequence[Message], sampling: Sampling, seed: int, picture: Picture) -> dict[str, Any]:
+    def _body(self, messages: Sequence[Message], sampling: Sampling, seed: int, encoder: EncodeImage) -> dict[str, Any]:
         if self.http.api == "completions" and any(message.media for message in messages):
             why = "completions take text only, and a row holds an image"
             raise ConfigError(f"{self.section}.api: {why}; try {self.section}.api=chat")
-        body = {"model": self.model, **self._written(messages, picture), **settings(sampling, seed), **self._fields}
+        body = {"model": self.model, **self._written(messages, encoder), **settings(sampling, seed), **self._fields}
         return {name: value for name, value in body.items() if value is not None}
 
     def models(self) -> list[str]:
