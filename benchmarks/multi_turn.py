@@ -31,7 +31,7 @@ from works import Work, gpu_peak_gib, machine, parse, sequences, write_rows
 from saccade.config import load
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
-from saccade.environments.texts import said
+from saccade.environments.texts import render_parts
 from saccade.media.images import crop
 from saccade.recipes import model_setup, questions
 from saccade.rollout.collect import collect
@@ -60,7 +60,7 @@ class Looking:
         piece = crop(self.picture, (int(x), int(y), int(x) + width // 2, int(y) + height // 2))
         area = width * height  # crops are scaled to the size of the whole
         media = replace(piece, min_pixels=area, max_pixels=area)
-        text = said("observation", k=self.turn, name=f"observation_{self.turn}", image=media)
+        text = render_parts("observation", k=self.turn, name=f"observation_{self.turn}", image=media)
         return Step((Message(role="user", parts=text),), None, False, {})
 
     def close(self) -> None:

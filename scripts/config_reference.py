@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))  # the source tree is enough, no install needed
 
 from saccade.config import Config, DataSource, RewardTerm, Section, options  # noqa: E402
 from saccade.config.schema import CorrectionConfig  # noqa: E402
-from saccade.config.schema.section import about  # noqa: E402
+from saccade.config.schema.section import extra  # noqa: E402
 
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -75,7 +75,7 @@ def lines() -> Iterator[str]:
 
 
 def is_mapping(field: Any) -> bool:
-    return "mapping" in about(field)
+    return "mapping" in extra(field)
 
 
 def declared(kind: type[Section]) -> Iterator[tuple[str, Any]]:
@@ -100,9 +100,9 @@ def named_keys(field: Any) -> Iterator[str]:
 
 def conditions(field: Any) -> Iterator[str]:
     """When the option counts, and which commands read it."""
-    if when := about(field)["when"]:
+    if when := extra(field)["when"]:
         yield f"Counts only with {', '.join(each.words or f'`{each.test}`' for each in when)}."
-    if commands := about(field)["commands"]:
+    if commands := extra(field)["commands"]:
         yield f"Read by {', '.join(commands)}."
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from saccade.checks import check, idle_gpus, not_counted
+from saccade.checks import check, idle_gpus, ignored_options
 from saccade.config import given, load, on_one_gpu
 from saccade.errors import ConfigError
 
@@ -153,12 +153,12 @@ def test_what_those_that_answer_read_of_training(rows):
 
 def test_what_a_command_does_not_read_is_told_in_a_line(rows):
     several = config(rows, "algorithm.kl.coef=0.1", "algorithm.preset=rloo", "train.lr=1", "eval={}")
-    assert not_counted(several, "sft") == "`saccade sft` does not read algorithm"
-    assert not_counted(several, "rl") is None
+    assert ignored_options(several, "sft") == "`saccade sft` does not read algorithm"
+    assert ignored_options(several, "rl") is None
     line = "`saccade reward-model` does not read reward, algorithm"
-    assert not_counted(several, "reward-model") == line
+    assert ignored_options(several, "reward-model") == line
     assert on_one_gpu(plain := load(None)) is plain  # nothing was set that a command does not read
-    assert not_counted(on_one_gpu(load(None, ["run.gpus=4"])), "eval") == "`saccade eval` does not read run.gpus"
+    assert ignored_options(on_one_gpu(load(None, ["run.gpus=4"])), "eval") == "`saccade eval` does not read run.gpus"
 
 
 @pytest.mark.parametrize(("command", "options", "there", "line"), [

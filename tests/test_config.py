@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from saccade.checks import chosen
+from saccade.checks import given_options
 from saccade.cli_run import read_config
 from saccade.config import DEFAULTS, DataSource, RewardTerm, given, load, meant_by, options, to_yaml, unknown_key
 from saccade.config.notation import other_names, parse
@@ -107,7 +107,7 @@ def test_an_option_of_the_file_is_taken_back(nothing: str, tmp_path: Path) -> No
     path.write_text("algorithm: {preset: dapo}\ntrain: {samples_per_prompt: 4, betas: }\nsft:\n")
     names = ("algorithm.preset", "train.samples_per_prompt")
     config = load(path, [f"{name}={nothing}" for name in names])
-    assert config == load(None) and list(chosen(config)) == []
+    assert config == load(None) and list(given_options(config)) == []
     assert given([f"{name}={nothing}" for name in names]) == []
     assert given(["sft={mode: plain}", "lr=1", "prompt.instruction="]) == [*("sft", "train.lr", "prompt.instruction")]
     assert "did you mean 'train.lr'" in refusal(path, f"train.lrr={nothing}")

@@ -171,7 +171,7 @@ FULL = {
 
 def golds(row: Sample, scorer: Scorer):
     recipe = scorer.recipe(row.data_source)
-    right = VERIFIERS[recipe.terms[recipe.outcome].verifier].right
+    right = VERIFIERS[recipe.terms[recipe.outcome].verifier].best_answer
     if right is not None:
         return right(reward_sample(row, ""))
     return str(row.answer).rpartition("####")[2].strip()

@@ -12,7 +12,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import AlgorithmConfig, RolloutConfig, options
 from saccade.config.notation import write
 from saccade.config.schema.presets import ADD_ONS, PRESETS
-from saccade.config.schema.section import about
+from saccade.config.schema.section import extra
 
 AHEAD = (
     "ahead: with rollout.ahead, tokens of older weights are weighed (tis.token), or the loss is made for them\n"
@@ -77,7 +77,7 @@ def _in_effect(algorithm: Algorithm) -> Iterator[tuple[str, Any, Any]]:
     """Name, field and value of every option that has an effect."""
     for name, field in options(AlgorithmConfig):
         value = reduce(getattr, name.split("."), algorithm)
-        counts = all(when.holds({"algorithm": algorithm}) for when in about(field)["when"])
+        counts = all(when.holds({"algorithm": algorithm}) for when in extra(field)["when"])
         if value is not None and counts and name not in ("preset", "correct"):
             yield name, field, value
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from saccade.checks import model_rules, rows, steps
 from saccade.config import Config
-from saccade.config.schema.section import ANSWERING, SCORING, TRAINING, VALIDATING, about, chosen, without_effect
+from saccade.config.schema.section import ANSWERING, SCORING, TRAINING, VALIDATING, extra, given_options, without_effect
 from saccade.errors import ConfigError
 from saccade.registry import Table
 
@@ -51,12 +51,12 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
         for name, part in config
         if name != "algorithm" and (command in TRAINERS or name == command)
         for problem in without_effect(part, f"{name}.", dict(config))
-        if not unread(problem.partition(":")[0], command)
+        if not why_ignored(problem.partition(":")[0], command)
     ]
     problems += [
         f"{name}: has no effect in `saccade {SHOWN.get(command, command)}` ({reason}); remove it"
         for name in given
-        if (reason := unread(name, command)) and name not in TAKEN.get(command, ())
+        if (reason := why_ignored(name, command)) and name not in TAKEN.get(command, ())
     ]
     if command in ("eval", "generate") and "run.gpus" in given:
         problems.append(f"run.gpus: GPUs that answer are counted otherwise; try rollout.replicas={config.run.gpus}")
@@ -64,13 +64,13 @@ def check(config: Config, command: str, given: Sequence[str] = ()) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def unread(name: str, command: str) -> str | None:
+def why_ignored(name: str, command: str) -> str | None:
     """Why an option has no effect in a command; None if it has."""
-    found = _unread_part(name, command)
+    found = _ignored_part(name, command)
     return found and found[1]
 
 
-def _unread_part(name: str, command: str) -> tuple[str, str] | None:
+def _ignored_part(name: str, command: str) -> tuple[str, str] | None:
     """Returns (the option, or the section around it, that a command does not read, why); None if it reads the option.
     An option may be read by commands that do not read its section.
     """
@@ -81,7 +81,7 @@ def _unread_part(name: str, command: str) -> tuple[str, str] | None:
         field = kind.model_fields.get(part) if reader and hasattr(kind, "model_fields") else None
         if field is None:
             break
-        if readers := about(field).get("commands", ()):
+        if readers := extra(field).get("commands", ()):
             who = WHO.get(readers) or f"`saccade {', '.join(readers)}`"
             why = f"only {who} {'reads' if len(readers) == 1 else 'read'} it"
             found = None if reader in readers else found or (".".join(parts[:end]), why)
@@ -89,9 +89,9 @@ def _unread_part(name: str, command: str) -> tuple[str, str] | None:
     return found
 
 
-def not_counted(config: Config, command: str) -> str | None:
+def ignored_options(config: Config, command: str) -> str | None:
     """A line that lists options of the config that the command does not read; None without any."""
-    found = [_unread_part(name, command) for name, _, _ in chosen(config)]
+    found = [_ignored_part(name, command) for name, _, _ in given_options(config)]
     others = dict.fromkeys(part[0] for part in found if part)
     return f"`saccade {command}` does not read {', '.join(others)}" if others else None
 

@@ -11,7 +11,7 @@ from saccade.config import ADAPTED, Config, ValConfig
 from saccade.data.sources import set_names
 from saccade.registry import Table
 
-OF_A_SET = {"n", "temperature", "top_p", "max_tokens"}  # options of val that a set of data.val may override
+PER_SET_OPTIONS = {"n", "temperature", "top_p", "max_tokens"}  # options of val that a set of data.val may override
 
 
 def sampling(config: Config) -> Iterator[str]:
@@ -72,21 +72,21 @@ def environment(config: Config) -> Iterator[str]:
 
 
 def validation(config: Config) -> Iterator[str]:
-    for name, val in {"val": config.val, **own_settings(config)}.items():
+    for name, val in {"val": config.val, **val_by_set(config)}.items():
         if val.n > 1 and val.temperature == 0:
             where = name if val is config.val else f"data.val, set {name}: val"
             yield f"{where}.n: {val.n} greedy responses are all the same; try temperature 1 or n 1"
     for source in (*config.data.train, *config.data.demonstrations):
-        if given := source.model_fields_set & OF_A_SET:
+        if given := source.model_fields_set & PER_SET_OPTIONS:
             yield f"data.train: {min(given)} of {source.path} counts in data.val only; remove it"
     val = config.val
     yield from environments.sweep_problems(config.env, val.turns)
 
 
-def own_settings(config: Config) -> dict[str, ValConfig]:
+def val_by_set(config: Config) -> dict[str, ValConfig]:
     """The validation settings of those sets of data.val that override some of `val`."""
     shared = config.val.model_dump(exclude_unset=True) | {"max_tokens": config.val.max_tokens}
-    own = [source.model_dump(exclude_unset=True, include=OF_A_SET) for source in config.data.val]
+    own = [source.model_dump(exclude_unset=True, include=PER_SET_OPTIONS) for source in config.data.val]
     named = zip(set_names(config.data.val), own, strict=True)
     return {name: ValConfig.model_validate(shared | given) for name, given in named if given}
 

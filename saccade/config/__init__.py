@@ -77,8 +77,8 @@ def load(
     tree: dict[str, Any] = {}
     for key, value in defaults_for(command, first).items():
         _set(tree, key, value)
-    tree = _laid_over(tree, _preset(first))
-    config = _validated(_laid_over(tree, first.model_dump(exclude_unset=True)))
+    tree = _merged(tree, _preset(first))
+    config = _validated(_merged(tree, first.model_dump(exclude_unset=True)))
     _keep_given(config, first)
     return config
 
@@ -111,13 +111,13 @@ def _preset(config: Config) -> dict[str, Any]:
     return cells
 
 
-def _laid_over(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Merge two trees key by key; `above` wins."""
     merged = dict(below)
     for key, value in above.items():
         lower = below.get(key)
         both = isinstance(lower, dict) and isinstance(value, Mapping)
-        merged[key] = _laid_over(lower, value) if both else value  # type: ignore[arg-type]
+        merged[key] = _merged(lower, value) if both else value  # type: ignore[arg-type]
     return merged
 
 
@@ -129,7 +129,7 @@ def _keep_given(section: Section, given: Section) -> None:
             _keep_given(inside, getattr(given, name))
 
 
-def _chosen(config: Config, **how: Any) -> dict[str, Any]:
+def _given_options(config: Config, **how: Any) -> dict[str, Any]:
     """The options that were given, without `algorithm.args` that equal the preset's."""
     tree = config.model_dump(exclude_unset=True, **how)
     if "args" in tree.get("algorithm", {}):
@@ -142,7 +142,7 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
     if source is None:
         return {}
     if isinstance(source, Config):
-        return _chosen(source)
+        return _given_options(source)
     if isinstance(source, Mapping):
         tree: dict[str, Any] = {}
         for key in sorted(source, key=lambda key: "." in str(key)):  # sections before their parts
@@ -168,7 +168,7 @@ def _read(source: str | Path | Mapping[str, Any] | Config | None) -> dict[str, A
 
 def merged(files: Sequence[str | Path]) -> dict[str, Any]:
     """Merge the options of several files, such as a recipe and site settings, key by key; the last one wins."""
-    return reduce(_laid_over, map(_read, files), {})
+    return reduce(_merged, map(_read, files), {})
 
 
 def given(overrides: Sequence[str]) -> list[str]:
@@ -340,4 +340,4 @@ def meant_by(key: str) -> str:
 
 
 def to_yaml(config: Config, *, full: bool = True) -> str:
-    return write(config.model_dump(mode="json") if full else _chosen(config, mode="json"))
+    return write(config.model_dump(mode="json") if full else _given_options(config, mode="json"))

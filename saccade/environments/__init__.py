@@ -41,7 +41,7 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class EnvContext:
     """Properties of the model and of the response format that environments need."""
 
     answer: Callable[[str], str | None]  # the answer in a turn, if it holds one
@@ -88,7 +88,7 @@ class Kind:
     tools: tuple[str, ...] = ()
     explain: Callable[[EnvConfig, Mapping[str, str]], str] = lambda env, user_tools: ""
     rewards: bool = False  # whether it gives rewards
-    make: Callable[[EnvConfig, Setting, UserCode], Environment] | None = None
+    make: Callable[[EnvConfig, EnvContext, UserCode], Environment] | None = None
     installed: Callable[..., Environment] | None = None  # a class of an installed package
     check_row: Callable[[Sample], None] | None = None  # raises ValueError for an unusable row
 
@@ -186,11 +186,11 @@ def load_user_code(env: EnvConfig) -> UserCode:
     return UserCode(tools=functions)
 
 
-def build(env: EnvConfig, setting: Setting, user: UserCode | None = None) -> Environment:
+def build(env: EnvConfig, context: EnvContext, user: UserCode | None = None) -> Environment:
     """An environment for one episode."""
     user = user or UserCode()
     if user.environment is not None:
         return user.environment(**env.args)
     make = KINDS[env.name].make
     assert make is not None, env.name
-    return make(_resolved(env), setting, user)
+    return make(_resolved(env), context, user)

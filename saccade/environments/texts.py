@@ -1,6 +1,6 @@
 """The texts of environments, from `texts.yaml`, whose fingerprint is part of a run's manifest.
 
->>> said("error", k=2, reason="it has no end")
+>>> render_parts("error", k=2, reason="it has no end")
 ('Request 2 failed: it has no end. Correct it, or answer.',)
 """
 
@@ -27,7 +27,7 @@ def texts_hash() -> str:
     return hashlib.sha256(FILE.read_bytes()).hexdigest()
 
 
-def said(text: str, /, **values: Any) -> tuple[str | Media, ...]:
+def render_parts(text: str, /, **values: Any) -> tuple[str | Media, ...]:
     """The text of that name with its fields filled, split at images."""
     pieces: list[str | Media] = [""]
     for index, piece in enumerate(FIELD.split(_texts()[text])):
@@ -39,6 +39,6 @@ def said(text: str, /, **values: Any) -> tuple[str | Media, ...]:
     return tuple(piece for piece in pieces if piece != "")
 
 
-def words(text: str, /, **values: Any) -> str:
+def render_text(text: str, /, **values: Any) -> str:
     """The same as one string, for texts without images."""
-    return "".join(str(piece) for piece in said(text, **values))
+    return "".join(str(piece) for piece in render_parts(text, **values))

@@ -44,7 +44,7 @@ def score_terms(scorer: Scorer | None, items: Sequence[Item], score_sources: Col
         if scorer is not None:
             recipe = scorer.recipe(source)
             term = recipe.terms[recipe.outcome]
-        if beyond[source] or source in score_sources or (term is not None and term.learned):
+        if beyond[source] or source in score_sources or (term is not None and term.uses_model):
             found[source] = str(term and (term.verifier, sorted(term.args.items())))
     return found
 

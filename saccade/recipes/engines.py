@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from saccade.checks.steps import own_settings
+from saccade.checks.steps import val_by_set
 from saccade.config import Config, DataConfig
 from saccade.engines import Engine, Settings
 from saccade.engines.builders import ENGINES, build
@@ -75,7 +75,7 @@ def longest_sequence(config: Config) -> int:
     """Most tokens of an episode, prompt included, in training or validation."""
     limits = _limits(config)
     turns, total = (max(getattr(one, n) for one in limits) for n in ("max_turns", "max_total_tokens"))
-    answers = [config.rollout.max_tokens, *(val.max_tokens for val in (config.val, *own_settings(config).values()))]
+    answers = [config.rollout.max_tokens, *(val.max_tokens for val in (config.val, *val_by_set(config).values()))]
     once = config.data.max_prompt_tokens + max(answers)
     return total if turns > 1 else min(total, once)
 

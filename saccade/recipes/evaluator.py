@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from saccade.checks.steps import own_settings
+from saccade.checks.steps import val_by_set
 from saccade.config import Config, EnvConfig, RewardConfig, ValConfig
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
@@ -135,7 +135,7 @@ def read_of(config: Config, family: Family) -> dict[str, Any]:
     return {
         **{"env": config.env, "reward": config.reward, "val": config.val},
         "sampling": parts.validation_sampling(config, config.val),
-        "by_set": {name: (val.n, parts.validation_sampling(config, val)) for name, val in own_settings(config).items()},
+        "by_set": {name: (val.n, parts.validation_sampling(config, val)) for name, val in val_by_set(config).items()},
         "limits": parts.limits_of(config, evaluation=True),
         "play": partial(parts.play_of, config, family, evaluation=True),
     }

@@ -13,7 +13,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import EnvConfig, RewardConfig, TrainConfig
 from saccade.errors import RewardError, TrainingError
 from saccade.forest.batch import Batch
-from saccade.rewards.verifiers import LATE
+from saccade.rewards.verifiers import DEADLINE_OPTION
 from saccade.rollout.scoring import GIVEN_UP
 from saccade.trainer import Update
 from saccade.types import Group, Metrics
@@ -88,7 +88,7 @@ def check_errors(groups: Sequence[Group], reward: RewardConfig, env: EnvConfig) 
     others = f" and {left} others were not waited for" if left else ""
     theirs = {t.end_reason in ("env_error", "timeout") for t in failed}
     blamed = [f"the environment ({env.name})"] * (True in theirs) + ["the reward"] * (False in theirs)
-    late = any(LATE in t.reason for t in failed)
+    late = any(DEADLINE_OPTION in t.reason for t in failed)
     deadline = f"reward.deadline above {reward.deadline:g} s, or " if late else ""
     raise RewardError(
         f"{len(failed)} of {len(everybody)} samples could not be scored "

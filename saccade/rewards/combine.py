@@ -40,8 +40,8 @@ class Term:
     args: Mapping[str, Any]
     needs_answer: bool = True
     function: Callable[..., Score] | None = None  # None: it is scored in another process
-    judged: bool = False  # the judge scores samples that the function leaves open
-    learned: bool = False  # scored by a model, in batches
+    uses_judge: bool = False  # the judge scores samples that the function leaves open
+    uses_model: bool = False  # scored by a model, in batches
     when: str = ""  # TERM, or not TERM: counts only if that term's value is above 0, or is not
     submit: Callable[[RewardSample], Pending] = None  # type: ignore[assignment]  # set by the Scorer
 

@@ -131,7 +131,7 @@ def _term(where: str, row: RewardTerm, prompt_format: str, max_tokens: int) -> T
         kind=kind if overridden else verifier.kind,
         args=_arguments(where, row, verifier, prompt_format, max_tokens),
         function=None if verifier.isolated else verifier.function,
-        **{known: getattr(verifier, known) for known in ("needs_answer", "judged", "learned")},
+        **{known: getattr(verifier, known) for known in ("needs_answer", "uses_judge", "uses_model")},
     )
 
 
@@ -200,7 +200,7 @@ def _outcome(where: str, name: str | None, terms: Sequence[Term]) -> int:
         helps = f"set reward.accuracy_term={terms[0].name} to count that one"
         raise ConfigError(f"{where}: no term judges the answer; {helps}")
     # A learned score is a weak measure of correctness: any other term is preferred.
-    return min(judging, key=lambda index: terms[index].learned)
+    return min(judging, key=lambda index: terms[index].uses_model)
 
 
 def _index(where: str, name: str, terms: Sequence[Term]) -> int:

@@ -51,12 +51,12 @@ class Scorer:
         self._isolate, self._load_model = isolate, load_model
         self.pool: Any = None  # of worker processes
         self.judge: Any = None
-        self.learned: Any = None
+        self.model_terms: Any = None
         self.services: dict[str, tuple[str, Service]] = {}  # (name of the first term, service)
         recipes, default = resolve_recipes(config, prompt_format, max_tokens, overlong)
         try:
-            self.recipes = {source: self._opened(recipe) for source, recipe in recipes.items()}
-            self.default = default and self._opened(default)
+            self.recipes = {source: self._with_submit(recipe) for source, recipe in recipes.items()}
+            self.default = default and self._with_submit(default)
         except BaseException:
             self.close()
             raise
@@ -86,9 +86,9 @@ class Scorer:
         return [term for recipe in recipes for term in recipe.terms]
 
     @property
-    def awaited(self) -> list[str]:
+    def remote_terms(self) -> list[str]:
         """Names of the terms that are scored elsewhere: by workers, a judge or a service."""
-        return list(dict.fromkeys(t.name for t in self.terms if t.function is None or t.judged))
+        return list(dict.fromkeys(t.name for t in self.terms if t.function is None or t.uses_judge))
 
     def recipe(self, data_source: str) -> RewardRecipe:
         found = self.recipes.get(data_source, self.default)
@@ -97,7 +97,7 @@ class Scorer:
             raise ConfigError(f"{problem}; add it to reward.by_source, or add 'default' there")
         return found
 
-    def looks_in(self, data_source: str) -> str:
+    def accuracy_rule(self, data_source: str) -> str:
         """The term that counts as accuracy, and the places where it looks for an answer."""
         recipe = self.recipe(data_source)
         term = recipe.terms[recipe.outcome]
@@ -114,8 +114,8 @@ class Scorer:
         shown = {media.kind: media for sample in samples for media in sample.media}
         for _, service in self.services.values():
             service.check_media(set(shown))
-        if self.learned is not None:
-            self.learned.check_media(list(shown.values()))
+        if self.model_terms is not None:
+            self.model_terms.check_media(list(shown.values()))
 
     def component_weights(self, data_source: str) -> dict[str, float]:
         """Name → weight of every term, shaping ones too, for an estimator that treats terms separately.
@@ -135,7 +135,7 @@ class Scorer:
             sample = replace(sample, max_tokens=self.max_tokens)
         scored: Any = Scored(status="error", reason=f"unreadable: {sample.unreadable}")
         if not sample.unreadable:
-            scored = _then(_gathered([term.submit(sample) for term in recipe.terms]), partial(combine, recipe))
+            scored = _map_future(_gather([term.submit(sample) for term in recipe.terms]), partial(combine, recipe))
         if isinstance(scored, Future):
             return scored
         future: Future[Scored] = Future()
@@ -144,25 +144,25 @@ class Scorer:
 
     def flush(self) -> None:
         """Score all samples that are queued for reward models now, in this thread."""
-        if self.learned is not None:
-            self.learned.flush()
+        if self.model_terms is not None:
+            self.model_terms.flush()
 
     def score(self, samples: Sequence[RewardSample]) -> list[Scored]:
         pending = [self.submit(sample) for sample in samples]
         self.flush()
         return [each.result() for each in pending]
 
-    def _opened(self, recipe: RewardRecipe) -> RewardRecipe:
+    def _with_submit(self, recipe: RewardRecipe) -> RewardRecipe:
         return replace(recipe, terms=tuple(replace(term, submit=self._submit_of(term)) for term in recipe.terms))
 
     def _submit_of(self, term: Term) -> Callable[[RewardSample], Pending]:
         """The `submit` of a term. Starts the pool, judge, model or service that scores it, unless another term has."""
         if term.verifier in SERVICES:
             return self._service(term).submit
-        if term.learned and self._load_model is not None:
-            self.learned = self.learned or HOOKS["reward_model_terms"](self._load_model)
-            self.learned.prepare(term.args)
-            return partial(self.learned.submit, term.args)
+        if term.uses_model and self._load_model is not None:
+            self.model_terms = self.model_terms or HOOKS["reward_model_terms"](self._load_model)
+            self.model_terms.prepare(term.args)
+            return partial(self.model_terms.submit, term.args)
         if term.function is not None and not self._isolate:
             first: Callable[[RewardSample], Pending] = partial(_in_place, term.function, term.args)
         else:
@@ -171,10 +171,10 @@ class Scorer:
             if problem:
                 raise ConfigError(f"reward.terms: {term.verifier} cannot be used: {problem}")
             first = partial(self.pool.submit, term.verifier, args=term.args)
-        if not term.judged:
+        if not term.uses_judge:
             return first
         judge = self._judge(term)
-        return lambda sample: _then(first(sample), partial(judge.submit, sample))
+        return lambda sample: _map_future(first(sample), partial(judge.submit, sample))
 
     def _service(self, term: Term) -> Service:
         """The service of a term, shared by terms of the same verifier and arguments."""
@@ -201,16 +201,16 @@ def _in_place(function: Callable[..., Score], args: Mapping[str, Any], sample: R
         return Score(kind="error", reason=f"raised: {type(error).__name__}: {error}")
 
 
-def _then(given: Any, go_on: Callable[[Any], Any]) -> Any:
-    """Apply `go_on` to a result or to that of a future. Returns a future if either `given` or its outcome is one."""
+def _map_future(given: Any, apply: Callable[[Any], Any]) -> Any:
+    """Apply `apply` to a result or to that of a future. Returns a future if either `given` or its outcome is one."""
     if not isinstance(given, Future):
-        return go_on(given)
+        return apply(given)
     last: Future[Any] = Future()
     last.set_running_or_notify_cancel()
 
-    def arrived(go_on: Callable[[Any], Any], done: Future[Any]) -> None:
+    def arrived(apply: Callable[[Any], Any], done: Future[Any]) -> None:
         try:
-            made = go_on(done.result())
+            made = apply(done.result())
         except Exception as error:  # a future swallows what its callbacks raise
             last.set_exception(error)
         else:
@@ -219,13 +219,13 @@ def _then(given: Any, go_on: Callable[[Any], Any]) -> Any:
             else:
                 last.set_result(made)
 
-    given.add_done_callback(partial(arrived, go_on))
+    given.add_done_callback(partial(arrived, apply))
     return last
 
 
-def _gathered(begun: Sequence[Pending]) -> Any:
+def _gather(begun: Sequence[Pending]) -> Any:
     """A list of all scores, or a future of it."""
     for index, each in enumerate(begun):
         if isinstance(each, Future):
-            return _then(each, lambda score: _gathered([*begun[:index], score, *begun[index + 1 :]]))  # noqa: B023
+            return _map_future(each, lambda score: _gather([*begun[:index], score, *begun[index + 1 :]]))  # noqa: B023
     return begun

@@ -21,9 +21,9 @@ from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.types import Sample, Score
 
 DEFAULT_NAME = "compute_score"  # default name of a function in a file
-LATE = "reward.deadline"  # the option that the reason of a timeout names
+DEADLINE_OPTION = "reward.deadline"  # the option that the reason of a timeout names
 EMPTY = ("[]", "{}", "null")  # JSON of a missing answer
-KEPT, BROKEN = Score(kind="value", value=1.0), Score(kind="value", value=0.0, reason="format")
+FOLLOWED, BROKEN = Score(kind="value", value=1.0), Score(kind="value", value=0.0, reason="format")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,15 @@ class Verifier:
     isolated: bool = False
     kind: Kind = "outcome"
     needs_answer: bool = True
-    judged: bool = False  # the judge scores samples that the function leaves open
-    learned: bool = False  # scored by a model, in batches
+    uses_judge: bool = False  # the judge scores samples that the function leaves open
+    uses_model: bool = False  # scored by a model, in batches
     deadline: float | None = None  # seconds, where it is shorter than reward.deadline
     prepare: Callable[[], object] | None = None  # does slow imports before the deadline starts
-    graded: bool = False  # an answer may be partly right
+    partial_credit: bool = False  # an answer may be partly right
     blank_counts: bool = False  # a blank gold is valid: there is no label
     empty_modes: tuple[str, ...] = ()  # modes in which [] is a valid gold: there is no box
     check_row: Callable[[Sample], None] | None = None  # raises ValueError for an unusable row
-    right: Callable[..., str] | None = None  # makes the best answer to a row, if that is not its gold
+    best_answer: Callable[..., str] | None = None  # makes the best answer to a row, if that is not its gold
 
 
 def split_name(verifier: str) -> tuple[str, str] | None:
@@ -100,7 +100,7 @@ def _row(name: str, found: Any) -> Verifier:
 
         @wraps(check)
         def follows_format(sample: RewardSample, **options: Any) -> Score:
-            return KEPT if check(sample, **options) else BROKEN
+            return FOLLOWED if check(sample, **options) else BROKEN
 
         return Verifier(function=follows_format, kind="format", needs_answer=False)
     verifier = found if isinstance(found, Verifier) else Verifier(function=found, isolated=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from saccade.config import EnvConfig
-from saccade.environments import Environment, Setting, build, instruction, problems, runs_user_code
+from saccade.environments import EnvContext, Environment, build, instruction, problems, runs_user_code
 from saccade.errors import ConfigError
 from saccade.registry import HOOKS
 
@@ -41,8 +41,8 @@ def environments(
     if runs_user_code(env):
         host = HOOKS["environment_host"](env)
         return lambda: host.environment(plain)
-    setting = setting_of(plain)
-    return lambda: build(env, setting)
+    context = context_of(plain)
+    return lambda: build(env, context)
 
 
 def require(env: EnvConfig) -> None:
@@ -56,8 +56,8 @@ def explanation(env: EnvConfig) -> str:
     return instruction(env, HOOKS["environment_host"](env).tools if env.tools else {})
 
 
-def setting_of(plain: Mapping[str, Any]) -> Setting:
-    """The setting, with the function that extracts answers."""
+def context_of(plain: Mapping[str, Any]) -> EnvContext:
+    """The EnvContext, with the function that extracts answers."""
     order, prefilled = plain["order"], plain["think_prefilled"]
     answer = lambda text: HOOKS["extract_answer"](text, order, think_prefilled=prefilled) or None  # noqa: E731
-    return Setting(answer=answer, role=plain["role"], unit=plain["unit"])
+    return EnvContext(answer=answer, role=plain["role"], unit=plain["unit"])

@@ -106,18 +106,18 @@ def report_slow_rewards(progress: Progress, scorer: Scorer | None, reward: Rewar
     def watch(done: int, total: int) -> None:
         nonlocal patience
         progress(done, total)
-        if scorer is None or (waited := time.monotonic() - begun) < patience:
+        if scorer is None or (took := time.monotonic() - begun) < patience:
             return
-        patience = 2 * waited
-        limits = f"; reward.deadline={reward.deadline:g}, reward.workers={reward.workers}" * (scorer.pool is not None)
-        log.info(f"waiting for rewards ({', '.join(scorer.awaited)}): {done} of {total} after {waited:.0f} s{limits}")
+        patience = 2 * took
+        hint = f"; reward.deadline={reward.deadline:g}, reward.workers={reward.workers}" * (scorer.pool is not None)
+        log.info(f"waiting for rewards ({', '.join(scorer.remote_terms)}): {done} of {total} after {took:.0f} s{hint}")
 
     return watch
 
 
 def free_memory_for_rewards(engine: Engine, scorer: Scorer | None) -> None:
     """Free the engine's cache before reward models run: both may not fit into memory together."""
-    if scorer is not None and scorer.learned is not None:
+    if scorer is not None and scorer.model_terms is not None:
         engine.sleep()
 
 
@@ -156,7 +156,7 @@ def unread(groups: Sequence[Group], scorer: Scorer | None, family: Family) -> st
         return ""
     text = family.decode(trajectory.response_ids)
     end = text if len(text) <= SHOWN else f"…{text[-SHOWN:]}"
-    return f" ({scorer.looks_in(source)}; one of them ends with {end!r})"
+    return f" ({scorer.accuracy_rule(source)}; one of them ends with {end!r})"
 
 
 def thinks(trajectory: Trajectory, family: Family) -> bool:

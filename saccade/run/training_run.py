@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from saccade.checks import idle_gpus, not_counted
+from saccade.checks import idle_gpus, ignored_options
 from saccade.config import AlgorithmConfig, Config, load, to_yaml
 from saccade.data.datasets import Dataset, Stream
 from saccade.errors import EnvironmentProblem, Interrupted, RankLost, SaccadeError
@@ -121,7 +121,7 @@ class Run:
         if config.gpus == 1:  # else the ranks take the memory, not this process
             unlimited = devices.limit_problem(config.gpu_memory_gib, devices.device_with_free_memory(config.device))
         idle = idle_gpus(self.config, self.command, devices.count(config.device))
-        for text in filter(None, [not_counted(self.config, self.command), unlimited, idle]):
+        for text in filter(None, [ignored_options(self.config, self.command), unlimited, idle]):
             log.info(text)
         if self.start is not None:
             log.info(f"resuming from {self.start}, after step {self.step}")

@@ -4,7 +4,7 @@ import pytest
 
 from saccade.algorithms.describe import describe
 from saccade.config.schema import AlgorithmConfig, options
-from saccade.config.schema.section import about
+from saccade.config.schema.section import extra
 
 # What is written, what the refusal says of it, and what it says to write instead; "; " stands between options.
 CONTRADICTIONS = [
@@ -98,7 +98,7 @@ UNUSED = [
 
 
 def test_each_condition_is_among_the_refusals():
-    conditions = {name: about(field)["when"] for name, field in options(AlgorithmConfig)}
+    conditions = {name: extra(field)["when"] for name, field in options(AlgorithmConfig)}
     seen = {condition for _, name, _ in UNUSED for condition in conditions[name]}
     assert seen == {condition for when in conditions.values() for condition in when}
 

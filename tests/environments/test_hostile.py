@@ -5,13 +5,13 @@ import sys
 import pytest
 
 from saccade.config import EnvConfig
-from saccade.environments import Setting, build
-from saccade.environments.texts import words
+from saccade.environments import EnvContext, build
+from saccade.environments.texts import render_text
 from saccade.plugins.tools.calls import LONGEST
 from saccade.plugins.verifiers.extract import extract
 from saccade.types import Message, Sample
 
-SETTING = Setting(answer=lambda text: extract(text, ["answer_tag"]) or None)
+CONTEXT = EnvContext(answer=lambda text: extract(text, ["answer_tag"]) or None)
 FORBIDDEN = ("exec", "compile", "open", "os.system", "os.exec", "os.fork", "os.posix_spawn")
 FORBIDDEN += ("subprocess.Popen", "socket.connect", "ctypes.dlopen", "pickle.find_class")
 CODE = "__import__('os').system('touch owned')"
@@ -37,11 +37,11 @@ def seen(audited):
 
 
 def played(text, seen, image, **options):
-    environment = build(EnvConfig(**{"name": "crop"} | options), SETTING)
+    environment = build(EnvConfig(**{"name": "crop"} | options), CONTEXT)
     picture = image(200, 100, 3)
     sample = Sample(id="s", messages=(Message(role="user", parts=(picture, "?")),), extra={"level": "@$."})
     environment.reset(sample, 0)
-    words("json")  # reads the texts
+    render_text("json")  # reads the texts
     watching.append(seen)
     step = environment.step(Message(role="assistant", parts=(text,)))
     watching.pop()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from saccade.config import EnvConfig
-from saccade.environments import Setting, build
+from saccade.environments import EnvContext, build
 from saccade.media.images import decode
 from saccade.plugins.sokoban.sokoban import COLOURS, draw, move, parse, read_moves
 from saccade.plugins.verifiers.extract import extract
@@ -78,8 +78,8 @@ def test_real_levels_are_read(shared):
 @pytest.fixture
 def start():
     def begun(level, **options):
-        setting = Setting(answer=lambda text: extract(text, ["answer_tag"]) or None)
-        environment = build(EnvConfig(name="sokoban_step", **options), setting)
+        context = EnvContext(answer=lambda text: extract(text, ["answer_tag"]) or None)
+        environment = build(EnvConfig(name="sokoban_step", **options), context)
         sample = Sample(id="s", messages=(Message(role="user", parts=("Push.",)),), extra={"level": level})
         return environment, environment.reset(sample, 0)
 
@@ -118,6 +118,6 @@ def test_the_end_of_a_game(start):
     with pytest.raises(ValueError, match="solved at its start"):
         start("#####\n#@ *#\n#####")
     with pytest.raises(ValueError, match="level: the row has no such column"):
-        build(EnvConfig(name="sokoban_step"), Setting(answer=lambda text: None)).reset(
+        build(EnvConfig(name="sokoban_step"), EnvContext(answer=lambda text: None)).reset(
             Sample(id="s", messages=(Message(role="user", parts=("x",)),)), 0
         )

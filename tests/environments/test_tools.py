@@ -7,12 +7,12 @@ import pytest
 from PIL import Image
 
 from saccade.config import EnvConfig
-from saccade.environments import Setting, UserCode, build, instruction, problems, stop_strings, sweep_problems
+from saccade.environments import EnvContext, UserCode, build, instruction, problems, stop_strings, sweep_problems
 from saccade.media.images import decode
 from saccade.plugins.verifiers.extract import extract
 from saccade.types import Message, Sample
 
-SETTING = Setting(answer=lambda text: extract(text, ["answer_tag"]) or None)
+CONTEXT = EnvContext(answer=lambda text: extract(text, ["answer_tag"]) or None)
 
 
 def said(text: str) -> Message:
@@ -30,8 +30,8 @@ def named(name: str, **arguments) -> str:
 
 @pytest.fixture
 def begin(image):
-    def begun(setting=SETTING, user=None, pictures=1, **options):
-        environment = build(EnvConfig(**{"name": "crop"} | options), setting, user)
+    def begun(context=CONTEXT, user=None, pictures=1, **options):
+        environment = build(EnvConfig(**{"name": "crop"} | options), context, user)
         shown = [image(200, 100, seed) for seed in range(pictures)]
         sample = Sample(id="s", messages=(Message(role="user", parts=(*shown, "Where?")),))
         assert environment.reset(sample, 0) == sample.messages
@@ -123,7 +123,7 @@ def test_what_a_tool_says_is_wrapped_unless_the_template_has_a_place_for_it(begi
     plain = begin(call="tool_call").step(said(call)).messages[0]
     assert plain.role == "user" and plain.parts[0] == "<tool_response>\n"
     assert plain.parts[-1] == "\n</tool_response>"
-    tool = Setting(answer=SETTING.answer, role="tool")
+    tool = EnvContext(answer=CONTEXT.answer, role="tool")
     wrapped = begin(tool, call="tool_call").step(said(call)).messages[0]
     assert wrapped.role == "tool" and "tool_response" not in wrapped.text
     assert begin(tool).step(said(box(0, 0, 0.5, 1))).messages[0].role == "user"

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from saccade.config import EnvConfig
-from saccade.environments import Setting, build
+from saccade.environments import EnvContext, build
 from saccade.media.images import decode, open_media
 from saccade.plugins.reports import episodes
 from saccade.plugins.reports.episodes import stored_episodes
@@ -39,8 +39,8 @@ def episode(id, turns, **env):
     picture = open_media(pixels, min_pixels=3136, max_pixels=50_176)
     question = Message(role="user", parts=(picture, f"Which number? {EVIL}"))
     sample = Sample(id=id, messages=(question,), answer="7")
-    setting = Setting(answer=lambda text: extract(text, ("answer_tag",)))
-    world = build(EnvConfig(name="crop", min_pixels=3136, max_pixels=50_176, **env), setting)
+    context = EnvContext(answer=lambda text: extract(text, ("answer_tag",)))
+    world = build(EnvConfig(name="crop", min_pixels=3136, max_pixels=50_176, **env), context)
     messages = list(world.reset(sample, 0))
     for number, text in enumerate(turns, 1):
         reply = Message(role="assistant", parts=(text,))

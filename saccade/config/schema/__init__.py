@@ -20,7 +20,7 @@ from saccade.config.schema.data import *
 from saccade.config.schema.reward import *
 from saccade.config.schema.rollout import *
 from saccade.config.schema.run_options import *
-from saccade.config.schema.section import ANSWERING, SCORING, TRAINING, Section, about, section
+from saccade.config.schema.section import ANSWERING, SCORING, TRAINING, Section, extra, section
 from saccade.config.schema.train import *
 
 
@@ -58,7 +58,7 @@ def options(kind: type[Section] = Config, prefix: str = "", *, keys: bool = True
     found: list[tuple[str, Any]] = []
     for name, info in kind.model_fields.items():
         annotation = info.annotation
-        opened = keys or "mapping" not in about(info)
+        opened = keys or "mapping" not in extra(info)
         if opened and isinstance(annotation, type) and issubclass(annotation, Section):
             found += options(annotation, f"{prefix}{name}.", keys=keys)
         else:

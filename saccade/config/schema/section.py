@@ -40,7 +40,7 @@ class Section(BaseModel):
         words = {k: v for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
         values |= {key: (word,) for key, word in words.items()}
         values = {key: _entries(value, kinds.get(key)) for key, value in values.items()}
-        paths = [k for k in values.keys() & kinds if about(cls.model_fields[k]).get("path")]
+        paths = [k for k in values.keys() & kinds if extra(cls.model_fields[k]).get("path")]
         return values | {key: _at_home(values[key]) for key in paths}
 
 
@@ -108,17 +108,17 @@ def section(kind: type[Section], description: str, *, commands: tuple[str, ...] 
 mapping = partial(section, mapping=True)
 
 
-def about(field: Any) -> Mapping[str, Any]:
+def extra(field: Any) -> Mapping[str, Any]:
     """The other arguments that a field's `option`, `section` or `mapping` was declared with."""
     return field.json_schema_extra or {}
 
 
-def chosen(part: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def given_options(part: Section, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, field, value) of the options that were set, not left at their defaults."""
     for name, field in type(part).model_fields.items():
         value = getattr(part, name)
         if name in part.model_fields_set and isinstance(value, Section):
-            yield from chosen(value, f"{prefix}{name}.")
+            yield from given_options(value, f"{prefix}{name}.")
         elif name in part.model_fields_set:
             yield prefix + name, field, value
 
@@ -127,8 +127,8 @@ def without_effect(part: Section, prefix: str, scope: Mapping[str, Any]) -> Iter
     """Yields a message for each option that was set although its conditions do not hold. Setting False where that is
     the default is no problem.
     """
-    for name, field, value in chosen(part, prefix):
-        for condition in about(field).get("when", ()):
+    for name, field, value in given_options(part, prefix):
+        for condition in extra(field).get("when", ()):
             off = value is False and field.default is False
             if value is not None and not off and not condition.holds(scope):
                 needed = condition.words or condition.test

@@ -21,7 +21,7 @@ from saccade.plugins.verifiers.numbers import single_number
 from saccade.rewards.combine import RewardRecipe, Scored, Term
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.verifiers import FORMATS, LATE, VERIFIERS, has_gold, split_name
+from saccade.rewards.verifiers import DEADLINE_OPTION, FORMATS, VERIFIERS, has_gold, split_name
 from saccade.types import Sample
 
 SHOWN = 5  # most failures that a message lists
@@ -120,8 +120,8 @@ def require(result: SelfTest, mode: Mode) -> None:
 
 
 def _advice(result: SelfTest, shown: str, broken: bool) -> str:
-    if broken and LATE in shown:
-        return f"Raise {LATE}; what takes long once, such as an import, belongs above the function."
+    if broken and DEADLINE_OPTION in shown:
+        return f"Raise {DEADLINE_OPTION}; what takes long once, such as an import, belongs above the function."
     if broken:
         return "Fix what fails: it would fail in training, too."
     warn = "reward.self_test=warn trains all the same."
@@ -188,12 +188,12 @@ def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Call
 
 
 def _gold(sample: Sample, term: Term) -> str:
-    """A right answer to a row; of a list the first, unless the verifier builds one from it (`right`)."""
+    """A right answer to a row; of a list the first, unless the verifier builds one from it (`best_answer`)."""
     verifier, seen = VERIFIERS.get(term.verifier), reward_sample(sample, "")
     if verifier and not has_gold(verifier, seen, term.args):
         return ""
-    if verifier and verifier.right is not None:
-        return verifier.right(seen, **term.args) if sample.answer else ""
+    if verifier and verifier.best_answer is not None:
+        return verifier.best_answer(seen, **term.args) if sample.answer else ""
     if isinstance(sample.answer, tuple):
         return next(iter(sample.answer), "")
     return (sample.answer or "").rpartition("####")[2].strip()
@@ -265,7 +265,7 @@ def _broken(cases: Cases) -> list[Failure]:
     for (verifier, kind), some in found.items():
         case, detail = some[0]
         of = outcomes[verifier]
-        tolerated = (MISJUDGED if case.term.judged else 0.0) if of else MOST
+        tolerated = (MISJUDGED if case.term.uses_judge else 0.0) if of else MOST
         if len(some) > tolerated * (of or len(cases)):
             does = " raised " if kind == "raised" else f": {kind}: "
             hit = len({case.sample.id for case, _ in some})
@@ -281,7 +281,7 @@ def _unread(verifier: str, cases: Cases) -> list[Failure]:
     """A failure if the verifier abstains too often from golds or from wrong answers."""
     silent = [case for case in cases if case.scored.outcome is None and case.scored.status != "error"]
     asked, lost = (Counter(case.kind for case in some) for some in (cases, silent))
-    tolerated = MISJUDGED if cases[0].term.judged else 0.0
+    tolerated = MISJUDGED if cases[0].term.uses_judge else 0.0
     if lost["gold"] <= tolerated * asked["gold"] and lost["foreign"] <= MOST * asked["foreign"]:
         return []
     first = next(case for case in silent if case.kind != "empty")
@@ -324,8 +324,8 @@ def _misjudged(verifier: str, cases: Cases, format: str) -> list[Failure]:
     for kind in get_args(Kind):
         asked = [case for case in cases if case.kind == kind]
         wanted = high if kind == "gold" else low
-        partly = kind == "foreign" and known is not None and known.graded  # then any score below the best passes
-        tolerated = SHARED if partly else MISJUDGED if cases[0].term.judged else 0.0
+        partly = kind == "foreign" and known is not None and known.partial_credit  # then scores below the best pass
+        tolerated = SHARED if partly else MISJUDGED if cases[0].term.uses_judge else 0.0
         how = f" (as prompt.format={format} has it)" if kind == "gold" else ""
         wrong = []
         for case in asked:

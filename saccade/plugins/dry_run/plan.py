@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.algorithms.describe import describe, options_in_effect
-from saccade.checks import idle_gpus, not_counted, unread
+from saccade.checks import idle_gpus, ignored_options, why_ignored
 from saccade.checks.steps import algorithm_of, total_steps
 from saccade.config import Config, DataSource
 from saccade.config.notation import write
@@ -42,7 +42,7 @@ def print_plan(config: Config, name: str, *, full: bool) -> None:
     print("\nBatch arithmetic")
     for quantity, value in plan(config, name):
         print(f"  {quantity:<30} {value}")
-    for line in filter(None, (not_counted(config, name), idle_gpus(config, name))):
+    for line in filter(None, (ignored_options(config, name), idle_gpus(config, name))):
         print(line)
     if model_json(Path(config.model.path)).get("model_type", "") not in (
         "",
@@ -59,7 +59,7 @@ def _read_by(command: str, tree: dict[str, Any], above: str = "") -> dict[str, A
     return {
         name: _read_by(command, value, f"{above}{name}.") if isinstance(value, dict) else value
         for name, value in tree.items()
-        if not unread(above + name, command)
+        if not why_ignored(above + name, command)
     }
 
 

@@ -172,7 +172,7 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
     scorer = parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
-    if scorer.learned is not None:
+    if scorer.model_terms is not None:
         raise ConfigError("reward.terms: --rescore has no conversation for a reward model to read; remove `model`")
     results, summary = list[Result](), dict[str, Any]()
     with Console("eval", folder.name), scorer:

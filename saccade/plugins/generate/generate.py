@@ -83,7 +83,7 @@ def run(config: Any) -> dict[str, Any]:
     )
     with opened as (evaluator, console), path.open("a", encoding="utf-8") as file:
         quarantine = evaluator.quarantine
-        for line in filter(None, (checks.not_counted(config, "generate"), idle)):
+        for line in filter(None, (checks.ignored_options(config, "generate"), idle)):
             log.info(line)
         log.info(f"{len(todo)} of {len(data.samples)} rows to do, {len(done)} are in {path}")
         if again:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import saccade
 from saccade.config import Config
-from saccade.config.schema.section import Section, about, chosen
+from saccade.config.schema.section import Section, extra, given_options
 from saccade.errors import EnvironmentProblem
 from saccade.models.files import fingerprint
 from saccade.plugins.ranks.machines import named
@@ -71,8 +71,8 @@ def _texts(value: Any, path: bool = False) -> Iterator[str]:
     if isinstance(value, str) and (path or os.sep in value):
         yield value
     elif isinstance(value, Section):
-        for _, field, one in chosen(value):
-            yield from _texts(one, about(field).get("path", False))
+        for _, field, one in given_options(value):
+            yield from _texts(one, extra(field).get("path", False))
     elif isinstance(value, Mapping | list | tuple):
         for one in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(one, path)

@@ -80,7 +80,7 @@ def place_rewards(scorer: Scorer | None, policy: Trainer) -> None:
     team = policy.engine
     if scorer is None or team is None:
         return
-    for model in scorer.learned.models.values() if scorer.learned is not None else ():
+    for model in scorer.model_terms.models.values() if scorer.model_terms is not None else ():
         model.place(team)
     if scorer.pool is not None and team.place_workers is not None:
         team.place_workers(scorer.pool, scorer.config.workers)

@@ -37,7 +37,7 @@ def model(
     return Score(kind="abstain", reason=NOT_LOADED)
 
 
-MODEL = Verifier(function=model, needs_answer=False, learned=True)
+MODEL = Verifier(function=model, needs_answer=False, uses_model=True)
 
 
 def model_terms(reward: RewardConfig) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.rewards.reward_sample import RewardSample
-from saccade.rewards.verifiers import DEFAULT_NAME, LATE, split_name
+from saccade.rewards.verifiers import DEADLINE_OPTION, DEFAULT_NAME, split_name
 from saccade.types import Score
 from saccade.user_code import user_module
 
@@ -159,7 +159,7 @@ def _accepted(signature: inspect.Signature, named: Mapping[str, Any]) -> Mapping
 
 def late(deadline: float, *, own: bool = False) -> str:
     """The reason of a timeout. `own`: a built-in verifier's deadline, which no option can raise."""
-    return f"no result after {deadline:g} s" + ("" if own else f" ({LATE})")
+    return f"no result after {deadline:g} s" + ("" if own else f" ({DEADLINE_OPTION})")
 
 
 # -- results ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from saccade.checks.model_rules import frozen
 from saccade.config import ADAPTED, Config
-from saccade.config.schema.section import chosen
+from saccade.config.schema.section import given_options
 from saccade.models.files import SERIES_FILE
 
 
@@ -14,7 +14,7 @@ def series(config: Config) -> Iterator[str]:
     held = bool(model.path) and (Path(model.path) / SERIES_FILE).is_file()
     encoder = model.series.encoder
     if encoder is None and not held:
-        for name, _, _ in chosen(model.series):
+        for name, _, _ in given_options(model.series):
             yield f"model.series.{name}: has no effect without an encoder; try model.series.encoder=patches"
         return
     file, _, function = (encoder or "").rpartition(":")

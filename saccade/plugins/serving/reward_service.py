@@ -116,7 +116,7 @@ class RewardService:
     async def info(self) -> dict[str, Any]:
         recipes = {**self.scorer.recipes, **({"default": d} if (d := self.scorer.default) else {})}
         rewards = {source: {term.name: term.verifier for term in recipe.terms} for source, recipe in recipes.items()}
-        learned = any(term.learned for term in self.scorer.terms)
+        learned = any(term.uses_model for term in self.scorer.terms)
         return {"protocol": PROTOCOL, "version": __version__, "models": learned, "rewards": rewards}
 
     async def health(self) -> Response:

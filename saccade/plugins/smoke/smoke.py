@@ -15,7 +15,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from saccade.checks import unread
+from saccade.checks import why_ignored
 from saccade.config import Config, load
 from saccade.data.sources import parse_address
 from saccade.models.families import FAMILIES, generic_spec
@@ -155,7 +155,7 @@ def smoke(config: Config, command: str) -> Config:
         tree["algorithm"]["filter"] = {"function": own}
     else:
         tree.get("algorithm", {}).pop("filter", None)
-    read = {name: value for name, value in changes.items() if not unread(name, command)}
+    read = {name: value for name, value in changes.items() if not why_ignored(name, command)}
     return load(tree, _options(read), command)
 
 

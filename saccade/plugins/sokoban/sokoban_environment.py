@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from saccade.config import EnvConfig
-from saccade.environments import Kind, Setting, Step
-from saccade.environments.texts import said, words
+from saccade.environments import EnvContext, Kind, Step
+from saccade.environments.texts import render_parts, render_text
 from saccade.media.images import open_media
 from saccade.plugins.sokoban import sokoban
 from saccade.types import Media, Message, Sample, replace
@@ -22,8 +22,8 @@ LONGEST_WORD = 40  # characters of an invalid move that are quoted
 
 
 class SokobanStep:
-    def __init__(self, env: EnvConfig, setting: Setting) -> None:
-        self.env, self.setting = env, setting
+    def __init__(self, env: EnvConfig, context: EnvContext) -> None:
+        self.env, self.context = env, context
         self.moves = self.turn = 0
         self.calls: list[dict[str, Any]] = []
 
@@ -37,7 +37,7 @@ class SokobanStep:
 
     def step(self, message: Message) -> Step:
         self.turn += 1
-        answer = self.setting.answer(message.text)
+        answer = self.context.answer(message.text)
         if not answer:
             return Step((), None, True, self._info(end_reason="eos_no_answer"))
         moves, strange = sokoban.read_moves(answer)
@@ -45,9 +45,9 @@ class SokobanStep:
         noted = {"turn": self.turn, "name": "move", "args": {"moves": written}}
         if strange or len(moves) > MOST_MOVES:
             reason = "moves" if strange else "many_moves"
-            text = words(reason, word=strange[:LONGEST_WORD], count=len(moves), most=MOST_MOVES)
+            text = render_text(reason, word=strange[:LONGEST_WORD], count=len(moves), most=MOST_MOVES)
             self.calls.append(noted | {"ok": False, "reason": reason})
-            error = Message(role="user", parts=said("error", k=self.turn, reason=text))
+            error = Message(role="user", parts=render_parts("error", k=self.turn, reason=text))
             return Step((error,), -self.env.invalid_call_penalty, False, self._info())
         self.calls.append(noted | {"ok": True, "reason": ""})
         earned = 0.0
@@ -58,7 +58,7 @@ class SokobanStep:
             if self.state.solved or self.moves >= MOST_STEPS:
                 return Step((), earned, True, self._info(end_reason="env_done"))
         counts = {"moves": self.moves, "placed": self.state.placed, "boxes": len(self.state.boxes)}
-        shown = said("frame", **counts, image=self._frame())
+        shown = render_parts("frame", **counts, image=self._frame())
         return Step((Message(role="user", parts=shown),), earned, False, self._info())
 
     def close(self) -> None:
@@ -77,8 +77,8 @@ class SokobanStep:
 
 KIND = Kind(
     calls=("action",),
-    explain=lambda env, user_tools: words("sokoban"),
+    explain=lambda env, user_tools: render_text("sokoban"),
     rewards=True,
-    make=lambda env, setting, user: SokobanStep(env, setting),
+    make=lambda env, context, user: SokobanStep(env, context),
     check_row=sokoban.require_level,
 )

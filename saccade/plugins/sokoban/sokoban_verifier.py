@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from saccade.plugins.sokoban import sokoban as game
-from saccade.plugins.verifiers.extract import Scope, answer_of, graded
+from saccade.plugins.verifiers.extract import Scope, answer_of, score_of
 from saccade.plugins.verifiers.response_shape import check_think_answer
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.verifiers import Verifier
@@ -54,7 +54,7 @@ def sokoban(sample: RewardSample, mode: str = "solved", max_actions: int = 50, s
     return Score(
         kind="value",
         value=values[mode],
-        reason=graded(text, state.solved, "unsolved").reason,
+        reason=score_of(text, state.solved, "unsolved").reason,
         parts={"accuracy": float(state.solved), "format": 1.0, **values},
         extracted=text,
     )

@@ -5,7 +5,7 @@ uses up its turn, and the policy is told the reason. An image that a tool return
 number, so that it can be zoomed into. All calls are listed under `tool_calls` of the episode's info. Code
 written by the model is never run.
 
-    env = ToolEnvironment(EnvConfig(name="crop"), setting, {"zoom": zoom})
+    env = ToolEnvironment(EnvConfig(name="crop"), context, {"zoom": zoom})
 """
 
 import inspect
@@ -19,8 +19,8 @@ from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from saccade.config import EnvConfig
-from saccade.environments import Kind, Setting, Step, UserCode
-from saccade.environments.texts import said, words
+from saccade.environments import EnvContext, Kind, Step, UserCode
+from saccade.environments.texts import render_parts, render_text
 from saccade.media.images import open_media
 from saccade.plugins.tools import calls
 from saccade.plugins.tools.calculator import calculate
@@ -85,9 +85,9 @@ def _content(result: Any, env: EnvConfig) -> str | Media:
 
 
 class ToolEnvironment:
-    def __init__(self, env: EnvConfig, setting: Setting, tools: Mapping[str, Tool]) -> None:
+    def __init__(self, env: EnvConfig, context: EnvContext, tools: Mapping[str, Tool]) -> None:
         assert env.call is not None
-        self.env, self.setting, self.tools = env, setting, tools
+        self.env, self.context, self.tools = env, context, tools
         self.call: str = env.call
         self.turn = 0
         self.calls: list[dict[str, Any]] = []
@@ -100,7 +100,7 @@ class ToolEnvironment:
         self.turn += 1
         text = message.text
         written = calls.find(text, self.call, self.env.parallel_calls)
-        answered = (not written or written[0].body is None) and self.setting.answer(text)
+        answered = (not written or written[0].body is None) and self.context.answer(text)
         if answered or not written:
             reason = "answered" if answered else "eos_no_answer"
             return Step((), None, True, {**self._info(), "end_reason": reason})
@@ -124,16 +124,16 @@ class ToolEnvironment:
         number = len(self.calls)
         try:
             noted["name"], noted["args"] = name, arguments = self._read(written)
-            content, facts = self.tools[name](arguments, self.views, self.env, self.setting.unit)
+            content, facts = self.tools[name](arguments, self.views, self.env, self.context.unit)
         except CallError as error:
             noted["reason"] = error.reason
-            return said("error", k=number, reason=words(error.reason, **error.facts))
+            return render_parts("error", k=number, reason=render_text(error.reason, **error.facts))
         noted |= {"ok": True, **facts}
         if isinstance(content, str):
-            return said("result", k=number, text=content)
+            return render_parts("result", k=number, text=content)
         place, name = self.views.add(content, facts.get("source"))
         noted |= {"observation": place, "media": content.hash, "lineage": list(self.views.lineage[name])}
-        return said("observation", k=number, name=name, image=content)
+        return render_parts("observation", k=number, name=name, image=content)
 
     def _read(self, written: Written) -> tuple[str, Mapping[str, Any]]:
         """Returns (name of the tool, arguments); raises CallError."""
@@ -148,9 +148,9 @@ class ToolEnvironment:
         return name, arguments
 
     def _observation(self, parts: Sequence[str | Media]) -> Message:
-        if self.call == "tool_call" and self.setting.role == "user":
+        if self.call == "tool_call" and self.context.role == "user":
             parts = ("<tool_response>\n", *parts, "\n</tool_response>")
-        return Message(role=self.setting.role if self.call == "tool_call" else "user", parts=tuple(parts))
+        return Message(role=self.context.role if self.call == "tool_call" else "user", parts=tuple(parts))
 
     def _info(self) -> dict[str, Any]:
         failed = sum(not call["ok"] for call in self.calls)
@@ -166,16 +166,16 @@ def kind(call: tuple[str, ...], tools: tuple[str, ...] = ()) -> Kind:
     """An environment with these tools and the user's."""
 
     def explain(env: EnvConfig, user_tools: Mapping[str, str]) -> str:
-        coordinates = words(env.coordinates)
+        coordinates = render_text(env.coordinates)
         if env.call == "grounding":
-            return words("crop_grounding", coordinates=coordinates)
-        turn = words("several_calls", k=env.parallel_calls) if env.parallel_calls > 1 else words("one_call")
-        described = [*(words(name, coordinates=coordinates) for name in tools), *user_tools.values()]
-        return "\n".join([words("tools", turn=turn), *(f"- {line}" for line in described)])
+            return render_text("crop_grounding", coordinates=coordinates)
+        turn = render_text("several_calls", k=env.parallel_calls) if env.parallel_calls > 1 else render_text("one_call")
+        described = [*(render_text(name, coordinates=coordinates) for name in tools), *user_tools.values()]
+        return "\n".join([render_text("tools", turn=turn), *(f"- {line}" for line in described)])
 
-    def make(env: EnvConfig, setting: Setting, user: UserCode) -> ToolEnvironment:
+    def make(env: EnvConfig, context: EnvContext, user: UserCode) -> ToolEnvironment:
         ours = {name: TOOLS[name] for name in tools}
-        return ToolEnvironment(env, setting, ours | {name: function_tool(f) for name, f in user.tools.items()})
+        return ToolEnvironment(env, context, ours | {name: function_tool(f) for name, f in user.tools.items()})
 
     return Kind(calls=call, tools=tools, explain=explain, make=make)
 

@@ -29,7 +29,7 @@ from saccade.environments import Environment, Step, UserCode, build, load_user_c
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.blob_file import encoded
 from saccade.media.images import decode as pixels
-from saccade.rollout.env_setup import EnvironmentCall, Failed, setting_of
+from saccade.rollout.env_setup import EnvironmentCall, Failed, context_of
 from saccade.system.codec import Arrays, decode, encode, files_of
 from saccade.system.process import LARGEST, Block, Channel, Child, Ended, connect, end, end_with_parent, listen
 from saccade.types import Media, Message, Sample, root_hash
@@ -81,9 +81,9 @@ class Host:
                 raise EnvironmentProblem(f"the process that hosts {self.env.name} ended with code {code}") from None
         return Channel(mine, largest=LARGEST)
 
-    def environment(self, setting: Mapping[str, Any]) -> Any:
+    def environment(self, context: Mapping[str, Any]) -> Any:
         """The proxy of an environment for one episode."""
-        return Hosted(self, setting)
+        return Hosted(self, context)
 
     def close(self) -> None:
         for hosted in list(self.live):
@@ -95,8 +95,8 @@ class Host:
 class Hosted:
     """Proxy of an environment in another process; its methods return calls to poll."""
 
-    def __init__(self, host: Host, setting: Mapping[str, Any]) -> None:
-        self.host, self.setting = host, setting
+    def __init__(self, host: Host, context: Mapping[str, Any]) -> None:
+        self.host, self.context = host, context
         self.channel: Channel | None = None
         self.pid = 0
         self.over = False
@@ -104,7 +104,7 @@ class Hosted:
 
     def reset(self, sample: Sample, seed: int) -> EnvironmentCall:
         self.files = files_of(sample)
-        return ProcessCall(self, "reset", sample, seed=seed, setting=self.setting)
+        return ProcessCall(self, "reset", sample, seed=seed, context=self.context)
 
     def step(self, message: Message) -> EnvironmentCall:
         return ProcessCall(self, "step", message)
@@ -229,7 +229,7 @@ def _live(channel: Channel, env: EnvConfig, user: UserCode) -> None:
         began = time.monotonic()
         try:
             if request.row["method"] == "reset":
-                environment = build(env, setting_of(request.row["setting"]), user)
+                environment = build(env, context_of(request.row["context"]), user)
             assert environment is not None
             reply = _answered(environment, request)
             channel.send(reply.row | {"took": time.monotonic() - began}, reply.arrays)

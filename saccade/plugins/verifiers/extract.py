@@ -48,9 +48,9 @@ def extract(
     text = answer_scope(response, think_prefilled) if scope == "after_think" else response
     text = STRUCK_OUT.sub("", text)
     for name in order:
-        if name not in PLACES:
-            raise ValueError(f"order: expected some of {', '.join(PLACES)}, not {name!r}")
-        before, found, behind = PLACES[name](text, choices)
+        if name not in EXTRACTORS:
+            raise ValueError(f"order: expected some of {', '.join(EXTRACTORS)}, not {name!r}")
+        before, found, behind = EXTRACTORS[name](text, choices)
         if found is None:
             continue
         if not (DENIES_NEXT.search(before[-NEAR:]) or TAKEN_BACK.search(behind)):
@@ -68,7 +68,7 @@ def answer_of(sample: RewardSample, order: Sequence[str], scope: Scope, *, blank
     return found if blank else found or None
 
 
-def supplied(make: Callable[..., Any]) -> Callable[[Callable[..., Score]], Callable[..., Score]]:
+def with_result_of(make: Callable[..., Any]) -> Callable[[Callable[..., Score]], Callable[..., Score]]:
     """Decorator: turns f(sample, made, *, …) into a verifier f(sample, *, …) that also takes the options of
     make(sample, *, …) and passes its result as `made`.
     """
@@ -93,10 +93,10 @@ def answering(*places: str, blank: bool = False) -> Callable[[Callable[..., Scor
     def find(sample: RewardSample, *, order: Sequence[str] = places, scope: Scope = "after_think") -> str | None:
         return answer_of(sample, order, scope, blank=blank)
 
-    return supplied(find)
+    return with_result_of(find)
 
 
-def graded(found: str | None, right: float, why: str = "wrong") -> Score:
+def score_of(found: str | None, right: float, why: str = "wrong") -> Score:
     """The score `right` of an extracted answer, with the reason `why` if it is 0; 0 if there is no answer."""
     if found is None:
         return Score(kind="value", value=0.0, reason="no_answer")
@@ -129,17 +129,17 @@ def unboxed(text: str) -> str:
 
 
 # (text before, answer, text after). The texts are empty if an extractor's answers cannot be denied there.
-Place = tuple[str, str | None, str]
-NOWHERE: Place = ("", None, "")
+Extraction = tuple[str, str | None, str]
+NOT_FOUND: Extraction = ("", None, "")
 
 
-def _tag(text: str, choices: Sequence[str]) -> Place:
+def _tag(text: str, choices: Sequence[str]) -> Extraction:
     before, close, behind = text.rpartition("</answer>")
     before, opened, inside = before.rpartition("<answer>")
-    return (before, unboxed(inside), behind) if close and opened else NOWHERE
+    return (before, unboxed(inside), behind) if close and opened else NOT_FOUND
 
 
-def _box(text: str, choices: Sequence[str]) -> Place:
+def _box(text: str, choices: Sequence[str]) -> Extraction:
     best, end, outer = -1, -1, -1  # begin and end of the content, and begin of the outermost box's content
     open_braces: list[int] = []  # start of a box's content, -1 for other braces
     for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text if "\\boxed" in text else "", re.DOTALL):
@@ -152,29 +152,29 @@ def _box(text: str, choices: Sequence[str]) -> Place:
             open_braces.append(-1)
         elif token[0].startswith("\\boxed"):
             open_braces.append(token.end())
-    return (text[: text.rfind("\\boxed", 0, outer)], text[best:end], text[end + 1 :]) if best >= 0 else NOWHERE
+    return (text[: text.rfind("\\boxed", 0, outer)], text[best:end], text[end + 1 :]) if best >= 0 else NOT_FOUND
 
 
-def _line(text: str, choices: Sequence[str]) -> Place:
+def _line(text: str, choices: Sequence[str]) -> Extraction:
     marks = list(ANSWER_LINE.finditer(text, max(0, len(text) - ANSWER_LINE_WINDOW)))
     if not marks:
-        return NOWHERE
+        return NOT_FOUND
     line, _, behind = text[marks[-1].end() :].partition("\n")
     bare = line.rstrip().rstrip("*")
     return text[: marks[-1].start()], unboxed(line if "*" in bare else bare), behind
 
 
-def _hash(text: str, choices: Sequence[str]) -> Place:
+def _hash(text: str, choices: Sequence[str]) -> Extraction:
     _, mark, rest = text.rpartition("####")
     return "", unboxed(rest.lstrip(" \t").partition("\n")[0]) if mark else None, ""
 
 
-def _letter(text: str, choices: Sequence[str]) -> Place:
+def _letter(text: str, choices: Sequence[str]) -> Extraction:
     letters = letters_in(text, choices)
     return "", letters.pop() if len(letters) == 1 else None, ""
 
 
-PLACES: dict[str, Callable[[str, Sequence[str]], Place]] = {
+EXTRACTORS: dict[str, Callable[[str, Sequence[str]], Extraction]] = {
     "answer_tag": _tag,
     "boxed": _box,
     "answer_line": _line,

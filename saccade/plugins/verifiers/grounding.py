@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from saccade.plugins.verifiers.extract import NUMBER, answering, fenced, graded, supplied
+from saccade.plugins.verifiers.extract import NUMBER, answering, fenced, score_of, with_result_of
 from saccade.plugins.verifiers.text_match import joined, labels_f1
 from saccade.plugins.verifiers.wording import unsettled
 from saccade.rewards.reward_sample import RewardSample, no_gold
@@ -308,7 +308,7 @@ def covered(found: Sequence[Detection], mask: np.ndarray, size: Size | None) -> 
 NO_SIZE = Score(kind="error", reason="image_size: frames differ and the row has no picture")
 
 
-@supplied(view_of)
+@with_result_of(view_of)
 @answering("answer_tag", blank=True)  # an empty answer means that there is no box
 def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou", dice: bool = False) -> Score:
     """Overlap of boxes. `mode`: iou, iou@0.5 (any threshold; gives 0 or 1), giou as (g + 1)/2, set (best
@@ -326,15 +326,15 @@ def iou(sample: RewardSample, text: str | None, view: View, *, mode: str = "iou"
     if (mask is None and not golds) or None in golds or (single and max(len(gold or ()) for gold in golds) > 1):
         return no_gold(sample)
     if found is None or (single and len(found) > 1):
-        return graded(text, False, "unparseable" if found is None else "not_one_box")
+        return score_of(text, False, "unparseable" if found is None else "not_one_box")
     if mask is not None:
         value = covered(found, mask, view.original)
     else:
         value = max(overlap(found, gold or [], compare) for gold in golds)
-    return graded(text, 2 * value / (1 + value) if dice else value)
+    return score_of(text, 2 * value / (1 + value) if dice else value)
 
 
-@supplied(view_of)
+@with_result_of(view_of)
 @answering("answer_tag", blank=True)
 def point(sample: RewardSample, text: str | None, view: View) -> Score:
     """1 if the answer is one point that lies in a gold box, edges included."""
@@ -346,10 +346,10 @@ def point(sample: RewardSample, text: str | None, view: View) -> Score:
     said = _body(text or "")
     points = list(_groups(read_json(said), 2, POINT_KEYS, Detection(()))) or _bare(said, 2)
     if len(points) != 1 or _in_doubt(said):
-        return graded(text, False, "not_one_point")
+        return score_of(text, False, "not_one_point")
     across, down = view.scale(view.asked) or (1.0, 1.0)
     x, y = points[0].box[0] * across, points[0].box[1] * down
-    return graded(text, any(b[0] <= x <= b[2] and b[1] <= y <= b[3] for b in boxes))
+    return score_of(text, any(b[0] <= x <= b[2] and b[1] <= y <= b[3] for b in boxes))
 
 
 def right_boxes(sample: RewardSample, **args: Any) -> str:
@@ -405,8 +405,8 @@ WEIGHTS = {"labels": 0.5, "boxes": 0.3, "json": 0.1, "length": 0.1}
 LONG = 600  # characters that give the full length score
 
 
-@supplied(view_of)
-@supplied(labels_f1)
+@with_result_of(view_of)
+@with_result_of(labels_f1)
 def medical(sample: RewardSample, labels: Score, view: View, *, weights: Mapping[str, float] | None = None) -> Score:
     """Weighted mean of labels, boxes, JSON quality and length. `weights` replaces some of labels 0.5,
     boxes 0.3, json 0.1, length 0.1. The outcome is the part `accuracy`, the F1 of the labels.
@@ -451,7 +451,7 @@ def json_quality(response: str) -> float:
 
 
 ROWS = {
-    "iou": Verifier(function=iou, graded=True, right=right_boxes, empty_modes=("set",)),
-    "point": Verifier(function=point, graded=True, right=right_point),
-    "medical": Verifier(function=medical, graded=True, right=joined, blank_counts=True),
+    "iou": Verifier(function=iou, partial_credit=True, best_answer=right_boxes, empty_modes=("set",)),
+    "point": Verifier(function=point, partial_credit=True, best_answer=right_point),
+    "medical": Verifier(function=medical, partial_credit=True, best_answer=joined, blank_counts=True),
 }

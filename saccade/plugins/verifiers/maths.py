@@ -17,7 +17,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from saccade.plugins.verifiers import math_text, symbolic
-from saccade.plugins.verifiers.extract import answering, graded, unboxed
+from saccade.plugins.verifiers.extract import answering, score_of, unboxed
 from saccade.plugins.verifiers.math_text import Node, TooLarge, Unparseable, compact, rational
 from saccade.plugins.verifiers.numbers import PERCENT, Unit, split_unit
 from saccade.plugins.verifiers.response_shape import check_think_boxed
@@ -43,7 +43,7 @@ def math(sample: RewardSample, found: str | None, *, gold_unparseable: str = "ab
     if verdicts <= {"gold_unparseable"} and gold_unparseable != "string":
         return replace(no_gold(sample), kind=gold_unparseable, extracted=found)  # type: ignore[arg-type]
     why = min(verdicts - {"gold_unparseable"}, default="wrong")
-    return graded(found, "right" in verdicts, why)
+    return score_of(found, "right" in verdicts, why)
 
 
 def equivalent(answer: str, gold: str, *, formulas: bool = True) -> bool:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from saccade.plugins.verifiers import wording
-from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, answering, graded
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, answering, score_of
 from saccade.plugins.verifiers.math_text import CJK, NARROW, TEXT, TooLarge, normalise, rational, tidy
 from saccade.plugins.verifiers.text_match import plain_text
 from saccade.plugins.verifiers.wording import BOUND, BOUND_BEHIND, NUMERAL, SCALE, in_digits, peel_number, unsettled
@@ -205,7 +205,7 @@ def relaxed(sample: RewardSample, found: str | None, *, rel_tol: float = 0.05) -
     value, text = _reading(found or ""), plain_text(found or "")
     golds = [(_reading(gold), plain_text(gold)) for gold in sample.golds]
     right = any(text == words if value is None or gold is None else near(value, gold, rel_tol) for gold, words in golds)
-    return graded(found, right)
+    return score_of(found, right)
 
 
 def gsm8k(
@@ -269,12 +269,12 @@ def _judge(
         return no_gold(sample)
     value = single_number(found or "")
     if found is None or value is None:
-        return replace(graded(found, False, "not_one_number"), extracted=None)
+        return replace(score_of(found, False, "not_one_number"), extracted=None)
     unit = _unit_of(found)
     fitting = [
         gold for gold, its in golds if unit == its or (None in (unit, its) and (percent or PERCENT not in (unit, its)))
     ]
-    return graded(found, any(right(value, gold) for gold in fitting))
+    return score_of(found, any(right(value, gold) for gold in fitting))
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from saccade.plugins.verifiers.choice import single_letter
-from saccade.plugins.verifiers.extract import Scope, answer_of, graded
+from saccade.plugins.verifiers.extract import Scope, answer_of, score_of
 from saccade.plugins.verifiers.maths import MATH, equivalent, math
 from saccade.plugins.verifiers.numbers import number, single_number
 from saccade.plugins.verifiers.short_answers import choice
@@ -40,7 +40,7 @@ def typed(
     places = [*(place for place in _without_letter(order) if place != "whole"), "whole"]
     if any(gold.lstrip().startswith("[") for gold in sample.golds):
         found = answer_of(sample, places, scope)
-        return graded(found, any(equivalent(found or "", gold, formulas=False) for gold in sample.golds))
+        return score_of(found, any(equivalent(found or "", gold, formulas=False) for gold in sample.golds))
     if sample.golds and all(single_number(gold) is not None for gold in sample.golds):
         own = sample.extra.get("precision")
         digits = decimals if own is None else int(own)

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from saccade.plugins.verifiers.choice import letters_in, single_letter
-from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, answering, graded
+from saccade.plugins.verifiers.extract import NUMBER, Scope, answer_of, answering, score_of
 from saccade.plugins.verifiers.maths import MATH, MATH_ORDER, math, spelling
 from saccade.plugins.verifiers.numbers import count, gsm8k, number, relaxed
 from saccade.plugins.verifiers.response_shape import check_think_answer
@@ -49,7 +49,7 @@ def choice(sample: RewardSample, found: str | None) -> Score:
     if not gold:
         return no_gold(sample)
     letters = letters_in(found or "", sample.choices)
-    return graded(found, letters == gold, "wrong" if letters else "unparseable")
+    return score_of(found, letters == gold, "wrong" if letters else "unparseable")
 
 
 @lru_cache(maxsize=4096)
@@ -69,14 +69,14 @@ def digit(sample: RewardSample, found: str | None, *, allowed: Sequence[str] = "
         return no_gold(sample)
     first = next((sign for sign in ALONE.findall(found or "") if sign in digits), None)
     right = first in golds and not unsettled(found or "")
-    return graded(found, right, "wrong" if first else "unparseable")
+    return score_of(found, right, "wrong" if first else "unparseable")
 
 
 def dapo_math(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
     """+1 if the last line `Answer: …` has the gold's normalised spelling, else -1."""
     found = answer_of(sample, ("answer_line",), scope)
     right = found is not None and spelling(found) in map(spelling, sample.golds)
-    return replace(graded(found, right), value=1.0 if right else -1.0, parts={"accuracy_normalized": float(right)})
+    return replace(score_of(found, right), value=1.0 if right else -1.0, parts={"accuracy_normalized": float(right)})
 
 
 def avqa(sample: RewardSample, *, scope: Scope = "after_think") -> Score:
@@ -122,7 +122,7 @@ def _option(text: str, choices: Sequence[str]) -> str:
 def _two(sample: RewardSample, found: str | None, right: bool) -> Score:
     shape = float(check_think_answer(sample))
     parts = {"accuracy": float(right), "format": shape}
-    return replace(graded(found, right), value=float(right) + shape, parts=parts)
+    return replace(score_of(found, right), value=float(right) + shape, parts=parts)
 
 
 ASK = "ask"
@@ -138,7 +138,7 @@ def judge(sample: RewardSample, found: str | None) -> Score:
     if not any(sample.golds):
         return no_gold(sample)
     if found is None:
-        return graded(None, False)
+        return score_of(None, False)
     return Score(kind="abstain", reason="unjudged", extracted=found, info={ASK: True})
 
 
@@ -177,11 +177,11 @@ def _fitting(sample: RewardSample) -> tuple[str, ...]:
 
 
 ROWS = {
-    "choice": Verifier(function=choice, right=joined),
+    "choice": Verifier(function=choice, best_answer=joined),
     "digit": Verifier(function=digit),
     "dapo_math": Verifier(function=dapo_math),
     "avqa": Verifier(function=avqa),
-    "verdict": Verifier(function=verdict, right=right_verdict),
-    "judge": Verifier(function=judge, judged=True),
-    "hybrid": replace(MATH, function=hybrid, judged=True),
+    "verdict": Verifier(function=verdict, best_answer=right_verdict),
+    "judge": Verifier(function=judge, uses_judge=True),
+    "hybrid": replace(MATH, function=hybrid, uses_judge=True),
 }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from string import punctuation
 from typing import Any
 
-from saccade.plugins.verifiers.extract import answering, graded
+from saccade.plugins.verifiers.extract import answering, score_of
 from saccade.plugins.verifiers.wording import peel
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
@@ -29,7 +29,7 @@ SHORTEST = 2  # characters; a shorter gold occurs in almost any text
 def exact(sample: RewardSample, found: str | None, *, ignore_case: bool = True) -> Score:
     """1 if the answer is the gold's text, up to case, white space and what `peel` removes."""
     golds = {plain_text(gold, ignore_case) for gold in sample.golds}
-    return graded(found, plain_text(found or "", ignore_case) in golds)
+    return score_of(found, plain_text(found or "", ignore_case) in golds)
 
 
 @answering("answer_tag")
@@ -39,14 +39,14 @@ def contains_one_of(sample: RewardSample, found: str | None, *, ignore_case: boo
     if min(map(len, golds), default=0) < SHORTEST:
         return no_gold(sample)
     either = rf"(?<![a-zA-Z0-9])(?:{'|'.join(map(re.escape, golds))})(?![a-zA-Z0-9])"
-    return graded(found, re.search(either, plain_text(found or "", ignore_case)) is not None)
+    return score_of(found, re.search(either, plain_text(found or "", ignore_case)) is not None)
 
 
 @answering("answer_tag")
 def regex(sample: RewardSample, found: str | None, *, pattern: str) -> Score:
     """1 if the pattern matches somewhere in the answer."""
     try:
-        return graded(found, re.search(pattern, found or "") is not None)
+        return score_of(found, re.search(pattern, found or "") is not None)
     except re.error as error:
         raise ValueError(f"pattern {pattern!r}: {error}") from None
 
@@ -76,7 +76,7 @@ def _labels(value: Callable[[int, int, int], float]) -> Callable[..., Score]:
         if sample.answer is None:
             return no_gold(sample)
         labels, gold = labels_in(found or "", synonyms), labels_in(joined(sample), synonyms)
-        return graded(found, value(len(labels & gold), len(labels), len(gold)) if labels and gold else labels == gold)
+        return score_of(found, value(len(labels & gold), len(labels), len(gold)) if labels and gold else labels == gold)
 
     return verify
 
@@ -101,7 +101,7 @@ def _tokens(value: Callable[[int, int, int], float]) -> Callable[..., Score]:
         if not golds:
             return no_gold(sample)
         words = _words(found or "")
-        return graded(found, max(value((words & gold).total(), words.total(), gold.total()) for gold in golds))
+        return score_of(found, max(value((words & gold).total(), words.total(), gold.total()) for gold in golds))
 
     return verify
 
@@ -125,8 +125,8 @@ ROWS = {
     "exact": Verifier(function=exact),
     "contains_one_of": Verifier(function=contains_one_of),
     "regex": Verifier(function=regex, isolated=True, needs_answer=False, deadline=1.0),  # a pattern may hang
-    "labels_f1": Verifier(function=labels_f1, graded=True, right=joined, blank_counts=True),
-    "labels_recall": Verifier(function=_labels(recall), graded=True, right=joined, blank_counts=True),
-    "token_f1": Verifier(function=_tokens(f1), graded=True),
-    "token_recall": Verifier(function=_tokens(recall), graded=True),
+    "labels_f1": Verifier(function=labels_f1, partial_credit=True, best_answer=joined, blank_counts=True),
+    "labels_recall": Verifier(function=_labels(recall), partial_credit=True, best_answer=joined, blank_counts=True),
+    "token_f1": Verifier(function=_tokens(f1), partial_credit=True),
+    "token_recall": Verifier(function=_tokens(recall), partial_credit=True),
 }
