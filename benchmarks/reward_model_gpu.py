@@ -28,7 +28,7 @@ from saccade.config import Config, load
 from saccade.plugins.quickstart import counting
 from saccade.plugins.reward_models.learned_reward import LearnedReward
 from saccade.plugins.reward_models.reward_losses import train_ratings
-from saccade.plugins.reward_models.reward_rows import named, rows_of
+from saccade.plugins.reward_models.reward_rows import rows_of, with_prefix
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
 from saccade.run.checkpoint import copy_processor
@@ -94,7 +94,7 @@ def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) ->
             update = train_ratings(backend, batches, loss, lr=config.train.lr)
             tokens += sum(batch.tokens for batch in batches)
             steps.append(time.perf_counter() - began)
-            shown = named(update.metrics.means(), "rm")
+            shown = with_prefix(update.metrics.means(), "rm")
     warm = float(np.median(steps[1:] or steps))
     found |= {"train_tokens": tokens, "step_s": warm, "pairs_per_s": per_step / warm}
     found |= {name: shown[f"rm/{name}"] for name in ("loss", "accuracy")}

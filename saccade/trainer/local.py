@@ -76,7 +76,7 @@ class LocalTrainer:
         )
         self.optimizer: Optimizer | None = None
         self.averages: dict[str, Tensor] = {}  # of `blend`, fp32
-        self.follower: tuple[LocalTrainer, float] | None = None  # (model, share) of the `blend` after every update
+        self.ema: tuple[LocalTrainer, float] | None = None  # (model, share) of the `blend` after every update
         if train is None:
             model.requires_grad_(False)
             return
@@ -279,8 +279,8 @@ class LocalTrainer:
         metrics.add("mem/oom_splits", self.oom_splits, each)
         if finite and moves:
             self.optimizer.step(lr, norm=norm)
-            if self.follower is not None:
-                average, share = self.follower
+            if self.ema is not None:
+                average, share = self.ema
                 average.blend(self.local_weights(), share)
         else:
             self.optimizer.clear()

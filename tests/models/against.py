@@ -15,7 +15,7 @@ from saccade.models import lora
 from saccade.plugins.families import proof
 from saccade.plugins.families.door import cast
 from saccade.plugins.media import sounds
-from saccade.plugins.preferences.pairs import compared
+from saccade.plugins.preferences.pairs import candidate_group
 from saccade.recipes.sft import SUPERVISED
 from saccade.recipes.to_trajectory import dialogue
 from saccade.run.checkpoint import copy_processor
@@ -74,7 +74,7 @@ def pair(*parts):
 
 
 def forest_of(sample, family):
-    (forest,) = pack([compared(sample, family)], micro_tokens=4096)
+    (forest,) = pack([candidate_group(sample, family)], micro_tokens=4096)
     return forest
 
 

@@ -9,8 +9,8 @@ from saccade.data.datasets import load
 from saccade.forest.packing import pack
 from saccade.models.families import load_family
 from saccade.models.load import load_model
-from saccade.plugins.preferences.dpo import scored
-from saccade.plugins.preferences.pairs import compared
+from saccade.plugins.preferences.dpo import logp_sums
+from saccade.plugins.preferences.pairs import candidate_group
 from saccade.plugins.preferences.preference_losses import PreferenceLoss, of_step
 from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, replace
@@ -60,7 +60,7 @@ def test_loss_and_gradient_are_those_of_trl(name, scenes, word_model, trl_traine
     replies = [("3 objects", "red"), ("blue", "2 3 4"), ("4", "how many")]
     sides = [tuple((Message(role="assistant", parts=(r,)),) for r in pair) for pair in replies]
     pairs = [replace(s, candidates=c) for s, c in zip(samples, sides, strict=True)]
-    groups = [compared(sample, family) for sample in pairs]
+    groups = [candidate_group(sample, family) for sample in pairs]
 
     loss_type, options, own = CASES[name]
     trainer = trl_trainer("DPO", ROWS, {"loss_type": loss_type, "beta": 0.1, **options})
@@ -73,7 +73,7 @@ def test_loss_and_gradient_are_those_of_trl(name, scenes, word_model, trl_traine
     backend, reference = (LocalTrainer(models[0], family, TrainConfig()), LocalTrainer(models[1], family))
     batches = pack(groups, micro_tokens=30, whole=True)
     assert len(batches) > 1
-    totals = scored(reference, batches)
+    totals = logp_sums(reference, batches)
     batches = [replace(b, ref_totals=t) for b, t in zip(batches, totals, strict=True)]
     row = of_step(PreferenceLoss(loss=name, options={"beta": 0.1, **own}), batches)
     seen = {}

@@ -29,7 +29,7 @@ from saccade.plugins.imitation.imitation_sources import teacher_of
 from saccade.plugins.ranks import connections, preflight, ray_cluster, starts
 from saccade.plugins.ranks.rank_process import within_memory
 from saccade.plugins.ranks.rank_rewards import RankReward
-from saccade.plugins.reward_models.reward_model_term import Learned
+from saccade.plugins.reward_models.reward_model_term import LearnedTerms
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import RewardSample
 from saccade.run.messages import shown_by
@@ -217,7 +217,7 @@ def test_a_full_gpu_is_no_rank_that_died() -> None:
     nothing: Any = None
     reward = RankReward("folder", nothing, nothing)
     reward.team = cast("Any", SimpleNamespace(size=1, ask_all=full))
-    learned = Learned(lambda path: reward)
+    learned = LearnedTerms(lambda path: reward)
     learned.models["folder"] = reward
     learned.submit({"path": "folder"}, RewardSample(id="", response="4", asked=(said,), replied=(said,)))
     with pytest.raises(EnvironmentProblem, match=r"^rank-1: .* 260 MiB") as scoring:

@@ -68,7 +68,7 @@ def test_a_reference_that_is_computed_is_the_same(tmp_path, config, adapted):
 
 
 def test_a_loss_without_a_reference_loads_none(tmp_path, config, monkeypatch, capsys):
-    monkeypatch.setattr(dpo, "precomputed", None)
+    monkeypatch.setattr(dpo, "cached_reference", None)
     row = dpo.run(config(tmp_path, dpo__loss="simpo", run__max_steps=1) | {"reward.terms": ["exact"]})
     assert row["dpo/reward_chosen"] < 0
     assert "reward scores nothing here" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from saccade.models.families import load_family
 from saccade.plugins.generate import generate
 from saccade.plugins.generate.selection import write_selected
 from saccade.plugins.preferences import pairs
-from saccade.plugins.preferences.pairs import compared
+from saccade.plugins.preferences.pairs import candidate_group
 from saccade.recipes import model_setup, questions
 from saccade.types import Message, Sample
 
@@ -235,6 +235,6 @@ def test_chosen_responses_stand_behind_the_prompts_that_were_asked(tmp_path, rl_
     known = {sample.id: family.render(sample.messages).ids.tolist() for sample in prompts}
     chosen = pairs.load_pairs(resolved, resolved.data.train, family, paired=True).samples
     for sample in chosen:
-        for member in compared(sample, family).trajectories:
+        for member in candidate_group(sample, family).trajectories:
             start = member.prompt_length
             assert member.ids[:start].tolist() == known[sample.id] and member.media

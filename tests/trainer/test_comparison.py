@@ -9,7 +9,7 @@ import torch
 from saccade.config import TrainConfig
 from saccade.forest.batch import Batch
 from saccade.forest.packing import halves, pack
-from saccade.plugins.preferences.pairs import compared
+from saccade.plugins.preferences.pairs import candidate_group
 from saccade.plugins.preferences.preference_losses import (
     PREFERENCES,
     UNPAIRED,
@@ -51,7 +51,7 @@ def groups(family, image) -> list[Group]:
         (plain, (reply("four"),), (reply("twenty two, I am sure"),)),
     ]
     return [
-        compared(Sample(id=f"s{n}", messages=q, candidates=(good, bad)), family)
+        candidate_group(Sample(id=f"s{n}", messages=q, candidates=(good, bad)), family)
         for n, (q, good, bad) in enumerate(rows)
     ]
 

@@ -11,13 +11,13 @@ from saccade.config import TrainConfig
 from saccade.forest.packing import pack
 from saccade.models.load import hidden_states, load_model
 from saccade.plugins.judges.service_protocol import read_samples, request_for
-from saccade.plugins.preferences.pairs import compared
+from saccade.plugins.preferences.pairs import candidate_group
 from saccade.plugins.reward_models import learned_reward
 from saccade.plugins.reward_models.learned_reward import LearnedReward
-from saccade.plugins.reward_models.reward_card import RewardCard, judged
+from saccade.plugins.reward_models.reward_card import RewardCard, reply_trajectory
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import RatingLoss, of_pairs, ratings, train_ratings
-from saccade.plugins.reward_models.reward_model_term import Learned, conversation_of
+from saccade.plugins.reward_models.reward_model_term import LearnedTerms, conversation_of
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, Sample
@@ -63,7 +63,7 @@ def model_of(family, pooling: str = "last", heads: int = 2, dtype=torch.float32,
 
 
 def packed(samples, family, budget: int):
-    groups = [compared(sample, family) for sample in samples]
+    groups = [candidate_group(sample, family) for sample in samples]
     return pack(groups, micro_tokens=budget, ends=True, whole=True)
 
 
@@ -82,7 +82,7 @@ def test_a_forest_scores_as_single_rows_do(family, samples, pooling) -> None:
     np.testing.assert_allclose(together, apart, atol=1e-5)
     # By hand: one row, the hidden states of what is judged.
     for index, sample in enumerate(samples):
-        read = judged("x", 0, sample.messages, sample.candidates[0], family)
+        read = reply_trajectory("x", 0, sample.messages, sample.candidates[0], family)
         [batch] = packed([sample], family, 100_000)
         hidden = states_of(backend, replace(sample, candidates=sample.candidates[:1], desirable=True))
         assert len(hidden) == len(read.ids)  # up to the very last token
@@ -128,7 +128,7 @@ def test_pooling_reads_every_token_of_every_turn_and_nothing_else(family, sample
     backend = LocalTrainer(model, family)
     [found] = ratings(backend, packed([sample], family, 100_000))
     for side, scores in zip(sides, found, strict=True):
-        read = judged("x", 0, asked, side, family)
+        read = reply_trajectory("x", 0, asked, side, family)
         assert len(np.unique(np.diff(np.flatnonzero(read.policy_mask)))) == 2  # two turns
         hidden = states_of(backend, replace(sample, candidates=(side,), desirable=True))
         own = hidden[torch.from_numpy(read.policy_mask)]
@@ -191,7 +191,7 @@ def test_one_bad_sample_costs_its_own_score_and_terms_share_a_forward_pass(famil
     monkeypatch.setattr(learned_reward, "ratings", counted)
     card = RewardCard(kind="scalar", heads=("a", "b"), statistics={"a": (0.5, 2.0)})
     model = LearnedReward(LocalTrainer(model_of(family), family), card)
-    waiting = Learned(lambda path: model)
+    waiting = LearnedTerms(lambda path: model)
     terms = [{"path": "p", "head": "a"}, {"path": "p", "head": "a", "normalise": True}]
     terms += [{"path": "p", "head": "b"}]
     for term in terms:

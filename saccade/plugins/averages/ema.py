@@ -31,7 +31,7 @@ class Average:
         yield "", partial(copy_processor, self.trainer.family)
 
 
-def follow(
+def set_up_ema(
     config: Config,
     family: Family,
     policy: Any,
@@ -50,5 +50,5 @@ def follow(
     average = model_setup.backend_of(config)(model, family)
     if start is not None:
         average.load_state(start / "state" / "ema")
-    policy.follower = (average, 1 - config.train.ema)
+    policy.ema = (average, 1 - config.train.ema)
     return {"ema": Average(average)}

@@ -27,7 +27,7 @@ from saccade.models.families import Family
 from saccade.models.files import stamp
 from saccade.models.load import pick_dtype
 from saccade.plugins.check_data.length_cache import renderer
-from saccade.plugins.preferences.pairs import compared, held_out, load_pairs, packed
+from saccade.plugins.preferences.pairs import candidate_group, held_out, load_pairs, pack_groups
 from saccade.plugins.preferences.preference_losses import PreferenceLoss, from_config, of_step
 from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.run.folder import write_whole
@@ -38,9 +38,9 @@ from saccade.trainer.local import LocalTrainer
 from saccade.trainer.reference import Reference
 from saccade.types import Group, Sample
 
-BLOCK = 1024  # rows between two writes of the reference's totals
+BLOCK = 1024  # rows between two writes of the reference's log-probs
 Sets = dict[str, Dataset]
-Totals = Callable[[Sequence[Batch], Sequence[Group]], list[np.ndarray]]  # [sequences] per batch
+RefLogprobs = Callable[[Sequence[Batch], Sequence[Group]], list[np.ndarray]]  # [sequences] per batch
 
 
 def run(config: Any) -> dict[str, Any]:
@@ -53,36 +53,36 @@ def run(config: Any) -> dict[str, Any]:
     every = [sample for dataset in (data, *held.values()) for sample in dataset.samples]
     with Run(config, "dpo", parts.manifest(family, data, config)) as this:
         mismatched = {} if options.whole else mismatched_pairs(every)
-        totals: Totals | None = None
+        ref_logprobs: RefLogprobs | None = None
         kind, rows = config.dpo.reference if options.needs_reference else None, [*every, *mismatched.values()]
         if kind == "precompute" and config.run.gpus == 1:  # before the policy is loaded, to save memory
             load = lambda: LocalTrainer(model_setup.load_policy(config, family), family)  # noqa: E731
-            totals = precomputed(this, config, family, rows, load)
+            ref_logprobs = cached_reference(this, config, family, rows, load)
         job = offline_loop.set_up(this, family, data, rows=held, questions=asked)
-        beside = partial(model_setup.load_beside, "reference", config, family, None, job.trainer)
+        load_reference = partial(model_setup.load_beside, "reference", config, family, None, job.trainer)
         if kind == "precompute" and config.run.gpus > 1:
-            totals = precomputed(this, config, family, rows, beside)
+            ref_logprobs = cached_reference(this, config, family, rows, load_reference)
         if kind == "compute":
-            reference = beside()
-            totals = lambda batches, groups: scored(reference, batches)  # noqa: E731
+            reference = load_reference()
+            ref_logprobs = lambda batches, groups: logp_sums(reference, batches)  # noqa: E731
 
         def batches_of(samples: Sequence[Sample]) -> list[Batch]:
-            groups = [compared(sample, family) for sample in samples]
-            batches = packed(groups, config.train.micro_tokens, dp_size=job.trainer.dp_size)
-            found = totals(batches, groups) if totals else [None] * len(batches)
+            groups = [candidate_group(sample, family) for sample in samples]
+            batches = pack_groups(groups, config.train.micro_tokens, dp_size=job.trainer.dp_size)
+            found = ref_logprobs(batches, groups) if ref_logprobs else [None] * len(batches)
             return [replace(batch, ref_totals=total) for batch, total in zip(batches, found, strict=True)]
 
         def prepare(samples: Sequence[Sample]) -> tuple[list[Batch], PreferenceLoss]:
             batches, z = batches_of(samples), 0.0
             if not options.whole:  # z: mean log-ratio of responses paired with other questions
                 others = batches_of([mismatched[sample.id] for sample in samples])
-                gaps = np.concatenate(scored(job.trainer, others)) - np.concatenate([b.ref_totals for b in others])
+                gaps = np.concatenate(logp_sums(job.trainer, others)) - np.concatenate([b.ref_totals for b in others])
                 z = max(0.0, float(gaps.mean()))
             return batches, of_step(options, batches, z=z)
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            return named(job.trainer.measure(*prepare(samples)).means(), prefix)
+            return with_prefix(job.trainer.measure(*prepare(samples)).means(), prefix)
 
         task = offline_loop.Task(
             prepare=prepare, train=job.trainer.train_step, metrics=metrics, measure=measure, preparing="logp_ref"
@@ -92,10 +92,10 @@ def run(config: Any) -> dict[str, Any]:
 
 def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: PreferenceLoss) -> dict[str, float]:
     z = {} if loss.whole else {"dpo/z": loss.z}
-    return {**found, **named(found, "dpo"), **z}
+    return {**found, **with_prefix(found, "dpo"), **z}
 
 
-def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
+def with_prefix(found: Mapping[str, float], prefix: str) -> dict[str, float]:
     """The objective's metrics under a prefix; without pairs, the margin is the difference of the mean rewards."""
     values = {n.removeprefix("dpo/"): value for n, value in found.items() if n.startswith("dpo/")}
     values["loss"] = found.get("policy/loss", float("nan"))
@@ -131,7 +131,7 @@ def _validation_sets(config: Config, family: Family, options: PreferenceLoss) ->
 # -- the reference ---------------------------------------------------------------------------------
 
 
-def scored(model: Reference | Trainer, batches: Sequence[Batch]) -> list[np.ndarray]:
+def logp_sums(model: Reference | Trainer, batches: Sequence[Batch]) -> list[np.ndarray]:
     """Total log-prob of each response, [sequences] per batch."""
     found = model.logprobs(batches, MODEL_SCORING)
     return [
@@ -140,9 +140,9 @@ def scored(model: Reference | Trainer, batches: Sequence[Batch]) -> list[np.ndar
     ]
 
 
-def precomputed(
+def cached_reference(
     run: Run, config: Config, family: Family, samples: Iterable[Sample], load: Callable[[], Trainer]
-) -> Totals:
+) -> RefLogprobs:
     """Score every sample with the reference, through a cache file; the reference is loaded only if rows are missing."""
     path = Path(config.run.out) / ".cache" / f"reference-{_reference_id(config, family)}.json"
     scores: dict[str, list[float]] = json.loads(path.read_text()) if path.is_file() else {}
@@ -154,10 +154,10 @@ def precomputed(
             # The file is written after each block, so an interrupted run continues from there.
             for start in range(0, len(keys), BLOCK):
                 block = keys[start : start + BLOCK]
-                groups = [compared(missing[key], family) for key in block]
-                batches = packed(groups, config.train.micro_tokens, dp_size=reference.dp_size)
+                groups = [candidate_group(missing[key], family) for key in block]
+                batches = pack_groups(groups, config.train.micro_tokens, dp_size=reference.dp_size)
                 keyed = (key for batch in batches for key in batch.keys)
-                found = dict(zip(keyed, np.concatenate(scored(reference, batches)).tolist(), strict=True))
+                found = dict(zip(keyed, np.concatenate(logp_sums(reference, batches)).tolist(), strict=True))
                 for key, group in zip(block, groups, strict=True):
                     scores[key] = [found[member.key] for member in group.trajectories]
                 write_whole(path, json.dumps(scores))
@@ -167,7 +167,7 @@ def precomputed(
         gc.collect()  # a trainer and its inputs form a reference cycle
         torch.cuda.empty_cache()  # return the memory to the device, for other processes
 
-    def totals(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:
+    def ref_logprobs(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:
         found = {
             member.key: total
             for group in groups
@@ -175,7 +175,7 @@ def precomputed(
         }
         return [np.array([found[key] for key in batch.keys]) for batch in batches]
 
-    return totals
+    return ref_logprobs
 
 
 def _reference_id(config: Config, family: Family) -> str:

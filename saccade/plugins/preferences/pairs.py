@@ -14,29 +14,29 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.plugins.preferences.preference_losses import CHOSEN, REJECTED
 from saccade.plugins.preferences.preference_rows import chosen_first, label_of
-from saccade.plugins.reward_models.reward_card import judged, shows_media
+from saccade.plugins.reward_models.reward_card import reply_trajectory, shows_media
 from saccade.recipes import questions
 from saccade.types import Group, Message, Sample
 
-Judge = Callable[[Sample], object]  # raises RowError for a row that it cannot use
+RowCheck = Callable[[Sample], object]  # raises RowError for a row that it cannot use
 
 
 def load_pairs(
-    config: Config, sources: Sequence[DataSource], family: Family, *, paired: bool, judge: Judge | None = None
+    config: Config, sources: Sequence[DataSource], family: Family, *, paired: bool, check: RowCheck | None = None
 ) -> datasets.Dataset:
     """Load rows with candidates, their questions worded as in RL, the better candidate first, without ties.
 
-    With `judge` the rows are for a reward model: it checks each row, replies may contain media, and ties stay.
+    With `check` the rows are for a reward model: it checks each row, replies may contain media, and ties stay.
     """
     ask = questions.wording(config)
 
     def word(sample: Sample) -> Sample:
         if len(sample.candidates) < 1 + paired:
             has = "one labelled response" if sample.candidates else "nothing to compare"
-            other = "reward_model.kind=process learns from steps" if judge else "dpo.loss=kto learns from single ones"
+            other = "reward_model.kind=process learns from steps" if check else "dpo.loss=kto learns from single ones"
             raise RowError(f"{has}; rows need chosen and rejected, or {other}")
-        if judge is not None:
-            judge(sample)
+        if check is not None:
+            check(sample)
         elif any(shows_media(candidate) for candidate in sample.candidates):
             raise RowError("a reply holds an image, and the model writes text only")
         sample = chosen_first(sample)
@@ -45,15 +45,15 @@ def load_pairs(
     def measure(length: questions.Length) -> questions.Length:
         def side(sample: Sample, candidate: tuple[Message, ...]) -> int:
             if shows_media(candidate):
-                return len(judged("", 0, word(sample).messages, candidate, family).ids)
+                return len(reply_trajectory("", 0, word(sample).messages, candidate, family).ids)
             return length(replace(sample, messages=(*sample.messages, *candidate)))
 
         return lambda sample: max(side(sample, c) for c in word(sample).candidates)
 
-    limit = "dpo.max_tokens" if judge is None else "reward_model.max_tokens"
+    limit = "dpo.max_tokens" if check is None else "reward_model.max_tokens"
     read = ("dialogue", family.render_dialogue)
     data = questions.load_worded(config, sources, family, word, limit=limit, read=read, measure=measure)
-    return data if judge else datasets.keep(data, _undecided)
+    return data if check else datasets.keep(data, _undecided)
 
 
 def _undecided(sample: Sample) -> str | None:
@@ -73,18 +73,18 @@ def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
     return questions.map_samples(found, lambda sample: replace(sample, id=f"{name}/{sample.id}"))
 
 
-def compared(sample: Sample, family: Family) -> Group:
+def candidate_group(sample: Sample, family: Family) -> Group:
     """The candidates of a sample as a group that shares its prompt; `repeat` is CHOSEN or REJECTED."""
     sides = [CHOSEN, REJECTED]
     if sample.desirable is not None:
         sides = [CHOSEN if sample.desirable else REJECTED]
     members = [
-        judged(sample.id, side, sample.messages, candidate, family)
+        reply_trajectory(sample.id, side, sample.messages, candidate, family)
         for side, candidate in zip(sides, sample.candidates, strict=True)
     ]
     return Group(sample=sample, uid=sample.id, trajectories=tuple(members))
 
 
-def packed(groups: Sequence[Group], micro_tokens: int, *, ends: bool = False, dp_size: int = 1) -> list[Batch]:
+def pack_groups(groups: Sequence[Group], micro_tokens: int, *, ends: bool = False, dp_size: int = 1) -> list[Batch]:
     """Pack groups, with both sides of a pair in the same batch."""
     return pack(groups, micro_tokens=micro_tokens, ends=ends, whole=True, dp_size=dp_size)

@@ -24,7 +24,7 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
 from saccade.models.load import load_model, pick_dtype
 from saccade.plugins.reward_models import reward_card
-from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard, flaw, read_card
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard, read_card, why_unusable
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import judgements, ratings
 from saccade.plugins.reward_models.reward_model_term import SUMMARIES, conversation_of, model_terms
@@ -44,10 +44,10 @@ class LearnedReward:
         family, model = trainer.family, trainer.model
         self.trainer, self.card, self.family, self.micro_tokens = trainer, card, family, micro_tokens
         self._tokens = reward_card.verdict_ids(family, card.tokens)
-        self._resting: list[tuple[nn.Parameter, Tensor]] = []
+        self._offloaded: list[tuple[nn.Parameter, Tensor]] = []
         if offload and self.trainer.device.type == "cuda":
-            self._resting = [(p, p.data.to("cpu").pin_memory()) for p in model.parameters()]
-            self._rest()
+            self._offloaded = [(p, p.data.to("cpu").pin_memory()) for p in model.parameters()]
+            self._offload()
 
     @staticmethod
     def load(
@@ -116,12 +116,12 @@ class LearnedReward:
         """Per sequence its scores [heads], or the probability of the best verdict at each of its steps [steps]."""
         scalar = self.card.kind == "scalar"
         batches = pack(groups, micro_tokens=self.micro_tokens, ends=scalar)
-        for parameter, host in self._resting:
+        for parameter, host in self._offloaded:
             parameter.data = host.to(self.trainer.device, non_blocking=True)
         try:
             found = ratings(self.trainer, batches) if scalar else judgements(self.trainer, batches, self._tokens)
         finally:
-            self._rest()
+            self._offload()
         return {
             key: rows[index] if scalar else np.exp(rows[batch.sequence == index, 0])
             for batch, rows in zip(batches, found, strict=True)
@@ -148,23 +148,23 @@ class LearnedReward:
 
     def _read(self, name: str, asked: tuple[Message, ...], reply: tuple[Message, ...]) -> Trajectory:
         if self.card.kind == "scalar":
-            return reward_card.judged(name, 0, asked, reply, self.family)
+            return reward_card.reply_trajectory(name, 0, asked, reply, self.family)
         said = "\n".join(message.text for message in reply if message.role == "assistant")
         messages = reward_card.with_marks(asked, said, self.card)
-        return reward_card.stepped(name, 0, messages, self.family, self.card.placeholder)
+        return reward_card.steps_trajectory(name, messages, self.family, self.card.placeholder)
 
-    def _rest(self) -> None:
+    def _offload(self) -> None:
         """Move the weights back to host memory, if `offload` is on."""
-        for parameter, host in self._resting:
+        for parameter, host in self._offloaded:
             parameter.data = host
-        if self._resting:
+        if self._offloaded:
             self.trainer.forget_features()
             torch.cuda.empty_cache()
 
 
 def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: bool) -> tuple[RewardCard, Family]:
     """Card and family of a reward model, without loading weights; refuses a folder that holds no reward model."""
-    if not untrained and (wrong := flaw(Path(folder))):
+    if not untrained and (wrong := why_unusable(Path(folder))):
         raise ConfigError(f"reward.terms: {wrong}")
     card = read_card(folder) or RewardCard(kind="scalar", heads=("preference",))
     family = load_family(str(folder), trust_remote_code=trust_remote_code)
@@ -194,5 +194,5 @@ def load_learned(config: Config, path: str, *, by_rows: Any = None, **options: A
 def require_folders(config: Config) -> None:
     """Raise ConfigError for a `path` that holds no reward model, before the run's folder is created."""
     for args in model_terms(config.reward):
-        if not args["path"].startswith("tiny:") and (wrong := flaw(Path(args["path"]))):
+        if not args["path"].startswith("tiny:") and (wrong := why_unusable(Path(args["path"]))):
             raise ConfigError(f"reward.terms: {wrong}")

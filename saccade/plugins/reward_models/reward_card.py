@@ -4,8 +4,8 @@ A reply is scored in the model's chat template, up to its end of turn. A candida
 is appended to the question, and the score is read where an answer would begin. A process reward model
 is read at placeholders, one after each step.
 
-    judged("a", 0, asked, reply, family)            # a Trajectory; the scored tokens have the source POLICY
-    stepped("a", 0, with_marks(asked, response, card), family, card.placeholder)
+    reply_trajectory("a", 0, asked, reply, family)            # a Trajectory; the scored tokens have the source POLICY
+    steps_trajectory("a", with_marks(asked, response, card), family, card.placeholder)
     card = read_card("runs/rm/checkpoints/step-100")
 """
 
@@ -60,7 +60,7 @@ def read_card(folder: str | Path) -> RewardCard | None:
     return RewardCard(**(found | lists | {"statistics": statistics}))
 
 
-def flaw(folder: Path) -> str:
+def why_unusable(folder: Path) -> str:
     """Returns why a folder is not a usable reward model, or "" if it is one. Reads no tensors."""
     if not (folder / "config.json").is_file():
         return f"{folder} has no config.json; give the folder of a reward model"
@@ -81,7 +81,7 @@ def flaw(folder: Path) -> str:
 # -- whole replies ---------------------------------------------------------------------------------
 
 
-def judged(
+def reply_trajectory(
     sample_id: str, repeat: int, asked: Sequence[Message], reply: Sequence[Message], family: Family
 ) -> Trajectory:
     """The conversation as a trajectory: scored tokens have the source POLICY, the rest is the trunk of the group."""
@@ -107,7 +107,7 @@ def shows_media(reply: Sequence[Message]) -> bool:
 # -- steps -----------------------------------------------------------------------------------------
 
 
-def stepped(sample_id: str, repeat: int, messages: Sequence[Message], family: Family, placeholder: str) -> Trajectory:
+def steps_trajectory(sample_id: str, messages: Sequence[Message], family: Family, placeholder: str) -> Trajectory:
     """A trajectory read at every placeholder. Reads precede POLICY tokens, so one id is appended after the last."""
     chat = messages[-1].role == "assistant"
     rendered = family.render_dialogue(messages) if chat else family.render(messages)
@@ -115,7 +115,7 @@ def stepped(sample_id: str, repeat: int, messages: Sequence[Message], family: Fa
     sources = np.full(len(ids), Source.PROMPT, np.int8)
     sources[_marks(rendered.ids, family, placeholder) + 1] = Source.POLICY
     rendered = Rendered(ids=ids, sources=sources, media=rendered.media)
-    return written(sample_id, repeat, rendered, sources, tuple(messages))
+    return written(sample_id, 0, rendered, sources, tuple(messages))
 
 
 def _marks(ids: np.ndarray, family: Family, placeholder: str) -> np.ndarray:

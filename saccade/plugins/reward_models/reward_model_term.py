@@ -47,7 +47,7 @@ def model_terms(reward: RewardConfig) -> list[dict[str, Any]]:
     return [row.args for row in rows if row.verifier == "model" and "path" in row.args]
 
 
-class Learned:
+class LearnedTerms:
     """Loaded reward models by folder, and the samples that wait to be scored."""
 
     def __init__(self, load: Callable[[str], Any]) -> None:

@@ -1,5 +1,5 @@
-"""Training rows of reward models: pairs with one label per head (`Pairs`), or chains of steps with one label per step
-(`Process`). Both classes have the same methods, so one loop trains both.
+"""Training rows of reward models: pairs with one label per head (`PairRows`), or chains of steps with a label per step
+(`StepRows`). Both classes have the same methods, so one loop trains both.
 
     rows = rows_of(config, family)
     batches, loss = rows.prepare(rows.load(config.data.train).samples)
@@ -28,7 +28,7 @@ from saccade.plugins.reward_models.reward_card import (
     REWARD_FILE,
     RewardCard,
     read_card,
-    stepped,
+    steps_trajectory,
     verdict_ids,
     write_card,
 )
@@ -44,15 +44,15 @@ SIDES = {"A": 1.0, "B": -1.0, "C": 0.0}  # label → number: the first is better
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs:
+class PairRows:
     config: Config
     family: Family
     row: RatingLoss
 
     def load(self, sources: Sequence[DataSource]) -> datasets.Dataset:
         """Load the rows that label at least one of the heads."""
-        judge = lambda sample: (self._labels(sample), margin_of(sample))  # noqa: E731
-        data = pairs.load_pairs(self.config, sources, self.family, paired=True, judge=judge)
+        check_row = lambda sample: (self._labels(sample), margin_of(sample))  # noqa: E731
+        data = pairs.load_pairs(self.config, sources, self.family, paired=True, check=check_row)
         return datasets.keep(data, self._unlabelled)
 
     def check(self, samples: Sequence[Sample]) -> None:
@@ -78,8 +78,8 @@ class Pairs:
         write_card(model, card)
 
     def prepare(self, samples: Sequence[Sample], dp_size: int = 1) -> tuple[list[Batch], RatingLoss]:
-        groups = [pairs.compared(sample, self.family) for sample in samples]
-        batches = pairs.packed(groups, self.config.train.micro_tokens, ends=True, dp_size=dp_size)
+        groups = [pairs.candidate_group(sample, self.family) for sample in samples]
+        batches = pairs.pack_groups(groups, self.config.train.micro_tokens, ends=True, dp_size=dp_size)
         labels = {sample.id: self._labels(sample) for sample in samples}
         own = {s.id: m for s in samples if (m := margin_of(s)) is not None}
         return batches, reward_losses.of_pairs(self.row, [s.id for s in samples], labels, own)
@@ -136,7 +136,7 @@ def margin_of(sample: Sample) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
+class StepRows:
     config: Config
     family: Family
     tokens: tuple[int, ...]
@@ -179,7 +179,7 @@ class Process:
 
     def _read(self, sample_id: str, messages: Sequence[Message]) -> Trajectory:
         placeholder = self.config.reward_model.placeholder
-        read = stepped(sample_id, 0, messages, self.family, placeholder)
+        read = steps_trajectory(sample_id, messages, self.family, placeholder)
         wanted = sum(message.text.count(placeholder) for message in messages)
         if read.response_length != wanted:
             shown = f"the tokenizer shows {read.response_length} of {wanted} placeholders {placeholder!r}"
@@ -214,14 +214,14 @@ def is_chat(sample: Sample) -> bool:
 
 # -- either ----------------------------------------------------------------------------------------
 
-Rows = Pairs | Process  # by the kind of reward model
+Rows = PairRows | StepRows  # by the kind of reward model
 
 
 def rows_of(config: Config, family: Family) -> Rows:
     if config.reward_model.kind == "process":
         tokens = verdict_ids(family, config.reward_model.tokens)
-        return Process(config=config, family=family, tokens=tokens)
-    return Pairs(config=config, family=family, row=reward_losses.from_config(config.reward_model))
+        return StepRows(config=config, family=family, tokens=tokens)
+    return PairRows(config=config, family=family, row=reward_losses.from_config(config.reward_model))
 
 
 def held_out(config: Config, rows: Rows) -> dict[str, datasets.Dataset]:
@@ -236,7 +236,7 @@ def held_out(config: Config, rows: Rows) -> dict[str, datasets.Dataset]:
 # -- numbers ---------------------------------------------------------------------------------------
 
 
-def named(found: Mapping[str, float], prefix: str) -> dict[str, float]:
+def with_prefix(found: Mapping[str, float], prefix: str) -> dict[str, float]:
     """The objective's metrics under a prefix, and under PREFIX/HEAD where there are several heads."""
     heads = [name.removesuffix("/accuracy") for name in found if name.endswith("/accuracy")]
     values = {f"{prefix}/loss": found.get("policy/loss", nan)}

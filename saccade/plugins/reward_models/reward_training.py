@@ -21,7 +21,7 @@ from saccade.plugins.evaluation.results import write_files
 from saccade.plugins.reports.eval_report import table_lines
 from saccade.plugins.reward_models.reward_card import RewardCard, read_card, write_card
 from saccade.plugins.reward_models.reward_losses import RewardLoss, StepsLoss, measured, train_ratings
-from saccade.plugins.reward_models.reward_rows import held_out, named, rows_of, with_statistics
+from saccade.plugins.reward_models.reward_rows import held_out, rows_of, with_prefix, with_statistics
 from saccade.plugins.suites.suites import in_category
 from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.recipes.accuracy import Table, accuracy, with_interval
@@ -56,22 +56,22 @@ def run(config: Any) -> dict[str, Any]:
         write = partial(write_card, trainer.model) if trainer.engine is None else trainer.write_card
         write(card)
 
-        def remember(found: Mapping[str, float], step: int) -> None:
+        def store_statistics(found: Mapping[str, float], step: int) -> None:
             """Store mean and std of the scores in the card, with the step of the weights that gave them."""
             write(with_statistics(card, found, step))
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
             found = trainer.measure(*prepare(samples)).means()
-            remember(found, step)
-            return named(found, prefix)
+            store_statistics(found, step)
+            return with_prefix(found, prefix)
 
         def unmeasured(samples: Sequence[Sample], found: Mapping[str, float], step: int) -> None:
             if not this.checkpointer.due(step):
-                remember(found, step - 1)  # the scores were computed before the update
+                store_statistics(found, step - 1)  # the scores were computed before the update
             elif card.heads:
                 with this.phase("validation"):
-                    remember(trainer.measure(*prepare(samples)).means(), step)
+                    store_statistics(trainer.measure(*prepare(samples)).means(), step)
 
         task = offline_loop.Task(
             prepare=prepare,
@@ -85,7 +85,7 @@ def run(config: Any) -> dict[str, Any]:
 
 
 def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Loss) -> dict[str, float]:
-    return {name: found[name] for name in LOGGED if name in found} | named(found, "rm")
+    return {name: found[name] for name in LOGGED if name in found} | with_prefix(found, "rm")
 
 
 # -- evaluation ------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
                 batches, loss = rows.prepare(samples)
                 metrics, outputs = measured(trainer, batches, loss)
             left_out = quarantine.left_out(dataset)
-            found = {n.removeprefix(f"{name}/"): value for n, value in named(metrics.means(), name).items()}
+            found = {n.removeprefix(f"{name}/"): value for n, value in with_prefix(metrics.means(), name).items()}
             found |= intervals(loss, batches, outputs) | {"items": len(samples), "left_out": left_out}
             pairs = _scored(card.heads, batches, outputs)
             kinds = {sample.id: str(in_category(sample).extra.get("category") or "") for sample in samples}

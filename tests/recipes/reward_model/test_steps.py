@@ -9,7 +9,7 @@ import saccade
 from saccade.config import load
 from saccade.models.families import load_family
 from saccade.plugins.reward_models.learned_reward import LearnedReward
-from saccade.plugins.reward_models.reward_card import RewardCard, stepped, with_marks
+from saccade.plugins.reward_models.reward_card import RewardCard, steps_trajectory, with_marks
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.rewards.reward_sample import reward_sample
@@ -72,5 +72,5 @@ def test_marks_of_a_policy_are_not_read(word_model):
     for said in ("red\nblue", f"red {MARK} {MARK}\n{MARK}\nblue bla{MARK}ck"):
         for chat in (True, False):
             messages = with_marks(asked, said, replace(card, chat=chat))
-            read = stepped("a", 0, messages, load_family(word_model), MARK)
+            read = steps_trajectory("a", messages, load_family(word_model), MARK)
             assert read.response_length == 2
