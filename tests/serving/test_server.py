@@ -295,7 +295,7 @@ def test_methods_besides_get_and_post(endpoint):
 
 
 def test_a_client_that_falls_silent_is_let_go(model, family, monkeypatch):
-    monkeypatch.setattr(http_server, "SILENCE", 0.2)
+    monkeypatch.setattr(http_server, "IDLE_TIMEOUT", 0.2)
     begun = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n"
     begun += f"Authorization: Bearer {TOKEN}\r\nContent-Type: application/json\r\n\r\n"
     with serving(model, family) as endpoint:

@@ -108,9 +108,9 @@ class Judge:
         self._client = ChatClient(config.model_copy(update={"cache": None}), fields=config.fields, section=SECTION)
         self._cache = config.cache or ""
         digest = hashlib.sha256(text.encode()).hexdigest()
-        self._about: dict[str, Any] = {"model": self._client.model, "template": digest, "scale": config.scale}
+        self._key_fields: dict[str, Any] = {"model": self._client.model, "template": digest, "scale": config.scale}
         self._queue = RequestQueue(self._work, threads=config.concurrency)
-        self._open: dict[str, Future[Verdict]] = {}  # cases that are being judged, by key
+        self._in_flight: dict[str, Future[Verdict]] = {}  # cases that are being judged, by key
         self._lock = threading.Lock()
         self._alive = time.monotonic()  # when the endpoint last replied
         self._counted = Counter(self._client.counters)
@@ -128,7 +128,7 @@ class Judge:
         key, mine, result = self._key(case), Future[Verdict](), Future[Score]()
         self._queue.count("samples")
         with self._lock:
-            verdict = self._open.setdefault(key, mine)
+            verdict = self._in_flight.setdefault(key, mine)
         if verdict is not mine:  # the same case is in flight for another sample
             self._queue.count("free")
         elif not self._queue.put((case, key, time.monotonic())):
@@ -156,7 +156,7 @@ class Judge:
         """Pending samples get a failure; does not wait for requests in flight."""
         self._queue.close()
         self._client.stop()
-        for key in list(self._open):
+        for key in list(self._in_flight):
             self._finish(key, Verdict("the judge was closed first"))
 
     # -- in threads --
@@ -178,7 +178,7 @@ class Judge:
 
     def _finish(self, key: str, verdict: Verdict) -> None:
         with self._lock:
-            waiting = self._open.pop(key, None)
+            waiting = self._in_flight.pop(key, None)
         if waiting is not None:
             waiting.set_result(verdict)
 
@@ -193,7 +193,7 @@ class Judge:
             self._alive = time.monotonic()
             value = read_verdict(answer.text, scale)
             if value is not None and answer.finish == "stop":
-                store_answer(self._cache, key, self._about | case.asked, answer)
+                store_answer(self._cache, key, self._key_fields | case.asked, answer)
                 return Verdict(answer.text, value)
         return Verdict(f"no verdict (attempts: {attempts}); the last reply ended with {answer.text[-QUOTED:]!r}")
 
@@ -212,4 +212,4 @@ class Judge:
         )
 
     def _key(self, case: Case) -> str:
-        return key_of(self._about | case.asked)
+        return key_of(self._key_fields | case.asked)

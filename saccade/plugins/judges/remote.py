@@ -75,10 +75,10 @@ class Remote:
             timeout=config.timeout,
             key=key_from(config.token, f"{SECTION}.token", example="SACCADE_TOKEN"),
             hints=HINTS,
-            patient=True,
+            waits_if_busy=True,
         )
-        self._sender = Sender(target, self._sent)
-        self._queue = RequestQueue(self._answer, threads=config.concurrency, batch=config.batch, gather=GATHER)
+        self._sender = Sender(target, self._count_request)
+        self._queue = RequestQueue(self._send_batch, threads=config.concurrency, batch=config.batch, gather=GATHER)
         self._models = False  # whether the service has a reward model that sees images
         self._refers = False  # whether an image that occurs again is sent as a reference to the first
 
@@ -128,7 +128,7 @@ class Remote:
 
     # -- in threads --
 
-    def _answer(self, jobs: Sequence[_Job]) -> None:
+    def _send_batch(self, jobs: Sequence[_Job]) -> None:
         try:
             self._ask(jobs)
         except Exception as error:  # every future must get a result
@@ -142,8 +142,8 @@ class Remote:
         images = self._images(samples) if self.config.send_images else []
         if len(jobs) > 1 and sum(len(image) for own in images for image in own) > LARGEST:
             middle = len(jobs) // 2
-            self._answer(jobs[:middle])
-            self._answer(jobs[middle:])
+            self._send_batch(jobs[:middle])
+            self._send_batch(jobs[middle:])
             return
         body = request_for(samples, request_id=uuid.uuid4().hex, template=self.config.template)
         body |= {"images": images} if images else {}
@@ -172,7 +172,7 @@ class Remote:
             logging.getLogger("saccade").warning("samples were not scored: %s", why)
         return Score(kind=self.config.on_failure, reason=f"remote: {why[:QUOTED]}")
 
-    def _sent(self, again: bool) -> None:
+    def _count_request(self, again: bool) -> None:
         self._queue.count("requests")
         self._queue.count("repeated", again)
 

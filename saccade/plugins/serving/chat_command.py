@@ -37,7 +37,7 @@ KEY = "chat"
 
 
 @dataclass(kw_only=True)
-class Talk:
+class ChatState:
     """A loaded model and the state of a conversation in the terminal."""
 
     config: Config
@@ -46,15 +46,15 @@ class Talk:
     sampling: Sampling
     greedy: bool
     messages: list[Message] = field(default_factory=list)
-    pictures: list[Media] = field(default_factory=list)  # media for the next message
+    pending_media: list[Media] = field(default_factory=list)  # media for the next message
     turns: int = 0
 
-    def drawn(self) -> Sampling:
+    def current_sampling(self) -> Sampling:
         return replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1) if self.greedy else self.sampling
 
     def request(self, key: str, messages: Sequence[Message], noise: int) -> Request:
         rendered = self.family.chat.render(messages, self.family.measure, generation=True)
-        most, asked, sampling = self.family.max_positions, len(rendered), self.drawn()
+        most, asked, sampling = self.family.max_positions, len(rendered), self.current_sampling()
         if asked >= most:
             helps = "/clear begins anew; lower data.max_pixels, or with vllm and sglang raise data.max_prompt_tokens"
             raise ConfigError(f"{key}: {asked} tokens where prompt and answer have {most}; {helps}")
@@ -64,13 +64,13 @@ class Talk:
 
 
 @contextmanager
-def _opened(config: Config, *, greedy: bool) -> Iterator[Talk]:
+def _opened(config: Config, *, greedy: bool) -> Iterator[ChatState]:
     model_setup.quiet_libraries()
     family = answering_family(config)
     sampling = replace(parts.rollout_sampling(config), support=False)
     with closing(answering_engine(config, family)) as engine:
         family = replace(family, max_positions=room(config, family))
-        yield Talk(config=config, family=family, engine=engine, sampling=sampling, greedy=greedy)
+        yield ChatState(config=config, family=family, engine=engine, sampling=sampling, greedy=greedy)
 
 
 def _preamble(config: Config) -> tuple[Message, ...]:
@@ -111,9 +111,9 @@ def _lines() -> Iterator[str]:
                 yield line
 
 
-def _answer(state: Talk, line: str, say: Say) -> None:
+def _answer(state: ChatState, line: str, say: Say) -> None:
     """Stream the answer to a line; Ctrl-C cuts it off."""
-    messages = (*state.messages, Message(role="user", parts=(*state.pictures, line)))
+    messages = (*state.messages, Message(role="user", parts=(*state.pending_media, line)))
     request = state.request(KEY, messages, state.turns)
     stream, text, engine = TextStream(state.family.decode), "", state.engine
     done: list[Completion] = []
@@ -130,7 +130,7 @@ def _answer(state: Talk, line: str, say: Say) -> None:
             say(piece)
     say("\n")
     state.messages = [*messages, Message(role="assistant", parts=(text,))]
-    state.pictures, state.turns = [], state.turns + 1
+    state.pending_media, state.turns = [], state.turns + 1
 
 
 @contextmanager
@@ -154,32 +154,32 @@ def _interruptible() -> Iterator[threading.Event]:
 # -- commands of the terminal ----------------------------------------------------------------------
 
 
-def _attach(kind: str, example: str, state: Talk, path: str) -> str:
+def _attach(kind: str, example: str, state: ChatState, path: str) -> str:
     media = KINDS[kind].open(_file(path, f"/{kind} {example}"), limits=state.config.data)
     if kind == "series" and state.family.series is None:
         raise ConfigError("/series: this model has no encoder; try model.series.encoder=patches")
     state.family.measure(media)  # refuses a series with other channels than the encoder reads
-    state.pictures.append(media)
+    state.pending_media.append(media)
     return f"{media.width}x{media.height}, goes with the next message"
 
 
-def _clear(state: Talk, _: str) -> str:
-    state.messages, state.pictures = list(_preamble(state.config)), []
+def _clear(state: ChatState, _: str) -> str:
+    state.messages, state.pending_media = list(_preamble(state.config)), []
     return "a new conversation"
 
 
-def _system(state: Talk, text: str) -> str:
+def _system(state: ChatState, text: str) -> str:
     first = [Message(role="system", parts=(text,))] if text else []
     state.messages = first + [m for m in state.messages if m.role != "system"]
     return "system message set" if text else "no system message"
 
 
-def _greedy(state: Talk, _: str) -> str:
+def _greedy(state: ChatState, _: str) -> str:
     state.greedy = not state.greedy
     return "greedy" if state.greedy else f"temperature {state.sampling.temperature:g}"
 
 
-def _save(state: Talk, path: str) -> str:
+def _save(state: ChatState, path: str) -> str:
     file = _file(path, "/save chat.json")
     _require_new(file, "/save")
     _write([{"messages": _transcript(state.messages)}], file)
@@ -192,7 +192,7 @@ def _file(path: str, example: str) -> Path:
     return Path(path).expanduser().absolute()
 
 
-COMMANDS: Mapping[str, Callable[[Talk, str], str]] = {
+COMMANDS: Mapping[str, Callable[[ChatState, str], str]] = {
     "/image": partial(_attach, "image", "photo.jpg"),
     "/series": partial(_attach, "series", "ecg.npy"),
     "/system": _system,
@@ -302,7 +302,7 @@ def serve(config: Config, *, host: str, port: int, token: bool, greedy: bool) ->
         served = Served(
             family=state.family,
             model=model_name(config, state.engine),
-            sampling=state.drawn(),
+            sampling=state.current_sampling(),
             data=config.data,
             logprobs=state.engine.capabilities().logprobs,
         )

@@ -62,7 +62,7 @@ def chat_app(hub: Hub, served: Served, *, token: str) -> FastAPI:
             with rendering:
                 return read(body, served)
 
-        asked = Asked(body=body, served=served, requests=await to_thread.run_sync(reading))
+        asked = ClientRequest(body=body, served=served, requests=await to_thread.run_sync(reading))
         if body.stream:
             head = {"Cache-Control": "no-store", "Connection": "close"}
             return StreamingResponse(_stream(hub, asked), media_type="text/event-stream", headers=head)
@@ -75,7 +75,7 @@ def chat_app(hub: Hub, served: Served, *, token: str) -> FastAPI:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ClientRequest:
     """A client's request, and the JSON of its answers."""
 
     body: ChatBody | CompletionBody
@@ -116,7 +116,7 @@ class Asked:
         return {"content": content, "refusal": None}
 
 
-async def _whole(hub: Hub, asked: Asked) -> Json:
+async def _whole(hub: Hub, asked: ClientRequest) -> Json:
     done = {e.choice: e.completion async for e in hub.ask(asked.requests) if e.completion is not None}
     choices = []
     for index, completion in sorted(done.items()):
@@ -128,7 +128,7 @@ async def _whole(hub: Hub, asked: Asked) -> Json:
     return {**asked.head(), "choices": choices, "usage": asked.usage(done.values())}
 
 
-async def _stream(hub: Hub, asked: Asked) -> AsyncGenerator[str, None]:
+async def _stream(hub: Hub, asked: ClientRequest) -> AsyncGenerator[str, None]:
     """Server-sent events. A stream that fails ends with its error and without `[DONE]`."""
     head = asked.head(piece=True)
     streams = [asked.stream() for _ in asked.requests]

@@ -20,7 +20,7 @@ from saccade.engines import Engine
 from saccade.errors import SaccadeError
 from saccade.types import Completion, Request
 
-GLANCE = 1.0  # seconds between a waiting client's checks that the engine still runs
+CHECK_INTERVAL = 1.0  # seconds between a waiting client's checks that the engine still runs
 
 
 class Closed(SaccadeError):
@@ -38,7 +38,7 @@ class Event(NamedTuple):
 @dataclass(kw_only=True)
 class _Client:
     index: int
-    tell: Callable[[Event | SaccadeError], None]
+    send: Callable[[Event | SaccadeError], None]
     stream: bool
     seen: int = 0
 
@@ -58,19 +58,19 @@ class Hub:
         events: asyncio.Queue[Event | SaccadeError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def tell(event: Event | SaccadeError) -> None:
+        def send(event: Event | SaccadeError) -> None:
             with suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         keys = [f"{request.key}#{next(self._numbers)}" for request in requests]
         for index, (key, request) in enumerate(zip(keys, requests, strict=True)):
-            client = _Client(index=index, tell=tell, stream=stream)
+            client = _Client(index=index, send=send, stream=stream)
             self._inbox.put(partial(self._submit, replace(request, key=key), client))
         left = set(range(len(keys)))
         try:
             while left:
                 try:
-                    event = await asyncio.wait_for(events.get(), GLANCE)
+                    event = await asyncio.wait_for(events.get(), CHECK_INTERVAL)
                 except asyncio.TimeoutError:
                     if self.closed:
                         raise Closed("the engine has ended") from None
@@ -91,11 +91,11 @@ class Hub:
                 self._take()
                 for completion in self._poll():
                     if client := self._clients.pop(completion.key, None):
-                        client.tell(Event(client.index, completion.ids, completion))
+                        client.send(Event(client.index, completion.ids, completion))
                 for key, client in self._clients.items():
                     if client.stream and len(ids := self.engine.progress(key)) > client.seen:
                         client.seen = len(ids)
-                        client.tell(Event(client.index, ids))
+                        client.send(Event(client.index, ids))
         finally:
             self.closed = True
 
@@ -114,14 +114,14 @@ class Hub:
             if problem.request is None:
                 raise
             if (client := self._clients.pop(problem.request, None)) is not None:
-                client.tell(problem)
+                client.send(problem)
             return []
 
     def _submit(self, request: Request, client: _Client) -> None:
         try:
             self.engine.submit(request)
         except SaccadeError as problem:
-            client.tell(problem)
+            client.send(problem)
         else:
             self._clients[request.key] = client
 

@@ -39,8 +39,8 @@ from saccade.plugins.judges.http_client.sender import LOOPBACK
 T = TypeVar("T")
 TOKEN = "SACCADE_TOKEN"
 LOOPBACK_NAME = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?")
-DRAINED = 2**30  # bytes of a refused request's body that are read, so that its client gets the reply
-SILENCE = 60  # seconds without sending or receiving after which a client is disconnected
+MAX_DRAINED = 2**30  # bytes of a refused request's body that are read, so that its client gets the reply
+IDLE_TIMEOUT = 60  # seconds without sending or receiving after which a client is disconnected
 BACKLOG = 1024  # connections that may wait to be accepted
 GRACE = 5  # seconds for open replies when a server stops
 QUOTED = 200  # characters of a wrong value that an error message shows
@@ -49,10 +49,10 @@ SAFE = [("X-Content-Type-Options", "nosniff"), ("Content-Security-Policy", POLIC
 
 
 class BadRequest(Exception):
-    def __init__(self, field: str | None, reason: str, *, status: int = 400, code: str = "", hold: float = 0.0) -> None:
-        """`hold`: seconds after which the client may retry (Retry-After)."""
+    def __init__(self, field: str | None, reason: str, *, status: int = 400, code: str = "", wait: float = 0.0) -> None:
+        """`wait`: seconds after which the client may retry (Retry-After)."""
         super().__init__(f"{field}: {reason}" if field else reason)
-        self.field, self.status, self.code, self.hold = field, status, code, hold
+        self.field, self.status, self.code, self.wait = field, status, code, wait
 
 
 @dataclass(kw_only=True)
@@ -62,7 +62,7 @@ class Gate:
     token: str  # empty: none is required
     largest_body: int = 64 * 2**20  # bytes
     public: tuple[str, ...] = ()  # paths that need no token
-    room: float = math.inf  # bytes of request bodies that still fit into memory
+    memory_left: float = math.inf  # bytes of request bodies that still fit into memory
 
 
 def make_token(host: str, *, wanted: bool) -> str:
@@ -93,7 +93,7 @@ def json_app(gate: Gate, render: Callable[[BadRequest], Mapping[str, Any]]) -> F
     app = FastAPI(openapi_url=None, redirect_slashes=False)
 
     def refuse(problem: BadRequest) -> Response:
-        head = {"Retry-After": str(math.ceil(problem.hold))} if problem.hold else {}
+        head = {"Retry-After": str(math.ceil(problem.wait))} if problem.wait else {}
         return JsonReply(render(problem), problem.status, head)
 
     async def answer(request: Request, error: Exception) -> Response:
@@ -123,8 +123,8 @@ def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -
             try:
                 length = _admitted(gate, method, path, headers)
             except BadRequest as problem:
-                return await _turn_away(refuse(problem), receive, send_in_time)
-            gate.room -= length
+                return await _refuse_and_drain(refuse(problem), receive, send_in_time)
+            gate.memory_left -= length
             try:
                 body = b"".join([piece async for piece in _pieces(receive)])
                 read.append({"type": "http.request", "body": body})
@@ -132,7 +132,7 @@ def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -
                 inner = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
                 await app(inner, replay, send_in_time)
             finally:
-                gate.room += length
+                gate.memory_left += length
         except ClientDisconnect:
             pass
 
@@ -157,15 +157,15 @@ def _admitted(gate: Gate, method: str, path: str, headers: Headers) -> int:
     kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if method == "POST" and kind != "application/json":
         raise BadRequest(None, "send Content-Type: application/json", status=415)
-    if length > gate.room:
-        raise BadRequest(None, "come back later: memory is full", status=429, hold=1.0)
+    if length > gate.memory_left:
+        raise BadRequest(None, "come back later: memory is full", status=429, wait=1.0)
     return length
 
 
 async def _in_time(step: Awaitable[T]) -> T:
-    """Await `step`; a client that is silent for SILENCE seconds counts as disconnected."""
+    """Await `step`; a client that is silent for IDLE_TIMEOUT seconds counts as disconnected."""
     try:
-        with anyio.fail_after(SILENCE):
+        with anyio.fail_after(IDLE_TIMEOUT):
             return await step
     except TimeoutError:
         raise ClientDisconnect from None
@@ -182,7 +182,7 @@ async def _pieces(receive: Receive) -> AsyncIterator[bytes]:
         more = message.get("more_body", False)
 
 
-async def _turn_away(response: Response, receive: Receive, send: Send) -> None:
+async def _refuse_and_drain(response: Response, receive: Receive, send: Send) -> None:
     """Send a refusal, then read and drop the body: many clients read the reply only after sending all of it."""
     head = [*response.raw_headers, (b"connection", b"close")]
     await send({"type": "http.response.start", "status": response.status_code, "headers": head})
@@ -190,7 +190,7 @@ async def _turn_away(response: Response, receive: Receive, send: Send) -> None:
     taken = 0
     async for piece in _pieces(receive):
         taken += len(piece)
-        if taken > DRAINED:
+        if taken > MAX_DRAINED:
             break
     await send({"type": "http.response.body"})
 
@@ -257,7 +257,7 @@ def running(app: FastAPI, host: str, port: int) -> Iterator[str]:
         access_log=False,
         server_header=False,
         headers=SAFE,
-        timeout_keep_alive=SILENCE,
+        timeout_keep_alive=IDLE_TIMEOUT,
         timeout_graceful_shutdown=GRACE,
     )
     server = uvicorn.Server(config)

@@ -47,19 +47,19 @@ from saccade.rewards.scorer import Scorer
 from saccade.types import Media
 
 PATH = "/get_reward"
-ROOM = 2  # bodies of the largest size that may be in memory at once
+BODIES_AT_ONCE = 2  # bodies of the largest size that may be in memory at once
 KEPT = 512  # requests whose scores are kept for repeats
 LATENCIES = 2048  # latest requests over which latency quantiles are computed
-LONGEST_HOLD = 30.0  # most seconds of a Retry-After
+MAX_RETRY_AFTER = 30.0  # most seconds of a Retry-After
 STATUSES = ("ok", "abstain", "error")
-GLANCE = 0.2  # seconds between two checks for a stop signal
+CHECK_INTERVAL = 0.2  # seconds between two checks for a stop signal
 GRACE = 30.0  # seconds for waiting samples after a stop signal
 
 
 def reward_app(service: RewardService, *, token: str) -> FastAPI:
     """The application; an empty `token` requires none."""
     largest = service.serve.max_body_mb * 2**20
-    gate = Gate(token=token, largest_body=largest, public=("/health",), room=ROOM * largest)
+    gate = Gate(token=token, largest_body=largest, public=("/health",), memory_left=BODIES_AT_ONCE * largest)
     app = json_app(gate, lambda problem: {"error": str(problem)})
     threads = anyio.CapacityLimiter(BACKLOG)  # each of these threads waits for the scores of one request
 
@@ -192,10 +192,10 @@ class RewardService:
             full = self._pending + count > self.serve.queue
             if self.draining or full:
                 self._counts["busy"] += 1
-                hold = min(LONGEST_HOLD, max(1.0, self._pending / (self._rate or 1.0)))
+                wait = min(MAX_RETRY_AFTER, max(1.0, self._pending / (self._rate or 1.0)))
                 why = "it is shutting down" if self.draining else f"{self._pending} samples wait"
                 status = 503 if self.draining else 429
-                raise BadRequest(None, f"come back later: {why}", status=status, hold=hold)
+                raise BadRequest(None, f"come back later: {why}", status=status, wait=wait)
             self._pending += count
 
 
@@ -265,7 +265,7 @@ def serve(config: Config, *, host: str, port: int, token: bool) -> None:
             if secret:
                 print(f"token: {http_server.shown_token(secret)}", flush=True)
             while not stops:
-                time.sleep(GLANCE)
+                time.sleep(CHECK_INTERVAL)
             print("stopping", flush=True)
             if not service.drain(GRACE):
                 print(f"some samples were not scored after {GRACE:g} s; their clients get no reply", flush=True)

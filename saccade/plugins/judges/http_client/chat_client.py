@@ -167,7 +167,7 @@ class ChatClient:
         # sent, repeated: requests; cached: answers from the cache; prompt_tokens, response_tokens: of other answers;
         # estimated: answers whose tokens the endpoint did not count.
         self.counters: Counter[str] = Counter()
-        self._path, self._written = APIS[http.api]
+        self._path, self._make_body = APIS[http.api]
         self._cache = "" if http.cache == OFF else http.cache or ""
         self._lock = threading.Lock()
         target = Target(
@@ -205,7 +205,7 @@ class ChatClient:
         if self.http.api == "completions" and any(message.media for message in messages):
             why = "completions take text only, and a row holds an image"
             raise ConfigError(f"{self.section}.api: {why}; try {self.section}.api=chat")
-        body = {"model": self.model, **self._written(messages, encoder), **settings(sampling, seed), **self._fields}
+        body = {"model": self.model, **self._make_body(messages, encoder), **settings(sampling, seed), **self._fields}
         return {name: value for name, value in body.items() if value is not None}
 
     def models(self) -> list[str]:

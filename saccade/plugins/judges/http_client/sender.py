@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds before another attempt
-LONGEST_HOLD = 300.0  # seconds of a Retry-After that are respected
-PASSING = (408, 409, 425, 429)  # temporary failures below 500
+MAX_RETRY_AFTER = 300.0  # seconds of a Retry-After that are respected
+RETRYABLE = (408, 409, 425, 429)  # temporary failures below 500
 BUSY = (429, 503)  # with a Retry-After: the server works, but accepts no more requests now
 QUOTED = 500  # characters of a server's message in errors
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -53,7 +53,7 @@ HINTS: Mapping[int, tuple[str, str]] = {
 class Reply(NamedTuple):
     status: int  # 0: no reply
     text: str
-    hold: float = 0.0  # seconds of its Retry-After
+    retry_after: float = 0.0  # seconds of its Retry-After
 
 
 class Target(NamedTuple):
@@ -67,7 +67,7 @@ class Target(NamedTuple):
     key: str = ""  # never shown in errors
     hints: Mapping[int, tuple[str, str]] = HINTS
     options: Mapping[str, str] = {}  # by request field: the option that sets it, for errors that name the field
-    patient: bool = False  # a BUSY reply with Retry-After does not count as an attempt, only against the deadline
+    waits_if_busy: bool = False  # a BUSY reply with Retry-After does not count as an attempt, only against the deadline
 
 
 def http_client(url: str, key: str = "") -> httpx2.Client:
@@ -109,7 +109,7 @@ class Sender:
         url = self._least_busy(self.target.urls)
         while True:
             try:
-                self._turn(url, until)
+                self._wait_for_slot(url, until)
                 self._on_send(again)
                 reply = self._exchange(method, url, path, data, until)
             finally:
@@ -121,12 +121,12 @@ class Sender:
                     return read(json.loads(reply.text))
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     problem = f"an answer that cannot be read ({error!r})"
-            elif 0 < reply.status < 500 and reply.status not in PASSING:
+            elif 0 < reply.status < 500 and reply.status not in RETRYABLE:
                 raise self.refusal(url, reply)
-            busy = self.target.patient and reply.status in BUSY and reply.hold > 0
+            busy = self.target.waits_if_busy and reply.status in BUSY and reply.retry_after > 0
             if not busy and attempt == self.target.retries:
-                raise self._silence(url, problem, reply)
-            self._pause(url, attempt, reply.hold, until)
+                raise self._no_reply_error(url, problem, reply)
+            self._pause(url, attempt, reply.retry_after, until)
             again, attempt = True, attempt + (not busy)
             # A server that replied may have begun the work, so it is asked again; otherwise ask another.
             others = [other for other in self.target.urls if other != url]
@@ -135,22 +135,22 @@ class Sender:
     def reach(self, url: str, until: float) -> Reply:
         """The reply to a GET, whatever its status; retried only while there is no reply."""
         for attempt in range(self.target.retries + 1):
-            self._turn(url, until)
+            self._wait_for_slot(url, until)
             reply = self._exchange("GET", url, "", None, until)
             if reply.status:
                 return reply
             if attempt < self.target.retries:
                 self._pause(url, attempt, 0.0, until)
-        raise self._silence(url, "no reply", reply)
+        raise self._no_reply_error(url, "no reply", reply)
 
     def refusal(self, url: str, reply: Reply) -> ConfigError:
-        words, named = _words(reply.text)
+        words, named = _error_of(reply.text)
         option, hint = self.target.hints.get(reply.status, ("url", "change what it names"))
         where = self.target.options.get(named, f"{self.target.section}.{option}")
         status = f"status {reply.status} about {named!r}" if named else f"status {reply.status}"
         return ConfigError(f"{where}: {url} refuses the request with {status}: {self._quoted(words)}; {hint}")
 
-    def _silence(self, url: str, problem: str, reply: Reply) -> EnvironmentProblem:
+    def _no_reply_error(self, url: str, problem: str, reply: Reply) -> EnvironmentProblem:
         section, tried = self.target.section, self.target.retries + 1
         return EnvironmentProblem(
             f"{section}.url: {url} gave no answer in {tried} attempts, at last {problem}: {self._quoted(reply.text)}; "
@@ -187,17 +187,17 @@ class Sender:
 
     # -- time --
 
-    def _turn(self, url: str, until: float) -> None:
+    def _wait_for_slot(self, url: str, until: float) -> None:
         with self._lock:
             start = max(time.monotonic(), self._next[url])
             if start < until:  # otherwise `_wait` raises and nothing is sent
                 self._next[url] = start + self._gap
         self._wait(url, start - time.monotonic(), until)
 
-    def _pause(self, url: str, attempt: int, hold: float, until: float) -> None:
+    def _pause(self, url: str, attempt: int, retry_after: float, until: float) -> None:
         with self._lock:  # a Retry-After applies to all threads
-            hold = time.monotonic() + min(hold, LONGEST_HOLD)
-            self._next[url] = max(self._next[url], hold)
+            start = time.monotonic() + min(retry_after, MAX_RETRY_AFTER)
+            self._next[url] = max(self._next[url], start)
         growing = FIRST_PAUSE * 2**attempt * random.uniform(1, 1.5)  # jitter, so that threads do not retry together
         self._wait(url, min(LONGEST_PAUSE, growing), until)
 
@@ -221,7 +221,7 @@ def key_from(variable: str, option: str, *, example: str) -> str:
     return os.environ[variable].strip()
 
 
-def _words(text: str) -> tuple[str, str]:
+def _error_of(text: str) -> tuple[str, str]:
     """The message of an error reply, and the request field that it names; accepts several formats."""
     try:
         said: Any = json.loads(text)
@@ -301,10 +301,10 @@ class RequestQueue:
             return [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
 
 
-def seconds_of(hold: str) -> float:
+def seconds_of(header: str) -> float:
     """The seconds that a Retry-After header asks for, as a number or a date."""
     with suppress(ValueError):
-        return max(0.0, float(hold))
+        return max(0.0, float(header))
     with suppress(ValueError):
-        return max(0.0, parsedate_to_datetime(hold).timestamp() - time.time())
+        return max(0.0, parsedate_to_datetime(header).timestamp() - time.time())
     return 0.0
