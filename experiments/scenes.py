@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from saccade.plugins.drawn.drawn_sets import Drawing
-from saccade.plugins.drawn.scene_questions import MARGIN, MOST, SCENE_SPLITS, SIDES, SceneSplit, place_solids
+from saccade.plugins.drawn.scene_questions import MARGIN, SCENE_SPLITS, SIDES, SUPERLATIVES, SceneSplit, place_solids
 from saccade.plugins.drawn.solids import BACKGROUNDS, SIZES, Solid, draw_solids
 from saccade.plugins.quickstart.counting import COLOURS, TRAINING_COLOURS, UNSEEN_COLOURS
 
@@ -145,7 +145,7 @@ def _most(rng: Random, things: Sequence[Thing]) -> Asked | None:
     if SIDES[side](ordered[1]) - SIDES[side](ordered[0]) < MARGIN:
         return None
     word, answer = rng.choice((("colour", ordered[0].colour), ("shape", ordered[0].noun)))
-    return Asked(f"What {word} is the {MOST[side]} object?", answer, ", ".join(one.name for one in ordered))
+    return Asked(f"What {word} is the {SUPERLATIVES[side]} object?", answer, ", ".join(one.name for one in ordered))
 
 
 def _listed(things: Sequence[Thing]) -> str:

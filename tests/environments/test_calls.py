@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from saccade.plugins.tools.calls import CallError, Written, find, read
+from saccade.plugins.tools.calls import CallError, CallSpan, find, read
 
 
 def reason(text) -> str:
@@ -54,7 +54,7 @@ def test_the_first_calls_with_an_end_count_and_a_mention_does_not():
     (first,) = find(text, "tool_call", 1)
     assert text[first.start : first.end] == "<tool_call>1</tool_call>"
     assert find("nothing", "tool_call", 1) == []
-    assert find("x <grounding>{}", "grounding", 1) == [Written(2, 15, None)]
+    assert find("x <grounding>{}", "grounding", 1) == [CallSpan(2, 15, None)]
     assert reason(None) == "unclosed"
 
 

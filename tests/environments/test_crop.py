@@ -9,7 +9,7 @@ from saccade.config import EnvConfig
 from saccade.media.images import decode, open_media, resized_size
 from saccade.media.pixel_cache import DECODED
 from saccade.plugins.tools.calls import CallError
-from saccade.plugins.tools.crop import Views, zoom
+from saccade.plugins.tools.crop import EpisodeImages, zoom
 from saccade.types import Media
 
 ENV = EnvConfig(name="crop")
@@ -20,13 +20,13 @@ def picture(width: int, height: int, seed: int = 0) -> Media:
     return open_media(pixels)
 
 
-def look(views: Views, box, source="original_image", env=ENV):
+def look(views: EpisodeImages, box, source="original_image", env=ENV):
     media, facts = zoom({"source": source, "bbox_2d": box}, views, env, 28)
     views.add(media, facts["source"])
     return media, facts
 
 
-def refused(views: Views, box, source="original_image", **options) -> str:
+def refused(views: EpisodeImages, box, source="original_image", **options) -> str:
     with pytest.raises(CallError) as caught:
         zoom({"source": source, "bbox_2d": box}, views, EnvConfig(name="crop", **options), 28)
     return caught.value.reason
@@ -34,7 +34,7 @@ def refused(views: Views, box, source="original_image", **options) -> str:
 
 def test_a_crop_holds_the_raw_pixels_of_its_box():
     root = picture(200, 100)
-    views = Views([root])
+    views = EpisodeImages([root])
     media, facts = look(views, [0.1, 0.2, 0.55, 0.9])
     assert facts["pixels"] == [20, 20, 110, 90] == list(media.box)
     assert (facts["area"], facts["noop"]) == (pytest.approx(0.315), False)
@@ -45,7 +45,7 @@ def test_a_crop_holds_the_raw_pixels_of_its_box():
 
 def test_crops_of_crops_stay_raw_and_know_where_they_come_from():
     root = picture(400, 400)
-    views = Views([root])
+    views = EpisodeImages([root])
     first, _ = look(views, [0.5, 0.5, 1, 1])
     second, facts = look(views, [0.25, 0, 0.75, 0.5], "observation_1")
     third, _ = look(views, [0, 0, 0.5, 1], "observation_2")
@@ -57,13 +57,13 @@ def test_crops_of_crops_stay_raw_and_know_where_they_come_from():
 
 
 def test_names_of_pictures():
-    one = Views([picture(50, 50)])
+    one = EpisodeImages([picture(50, 50)])
     assert {one.find(n) for n in ("original_image", "original_image_1", "image_1")} == {"original_image"}
-    two = Views([picture(50, 50), picture(80, 50, 1)])
+    two = EpisodeImages([picture(50, 50), picture(80, 50, 1)])
     assert two.find("image_2") == "original_image_2" and two.find("original_image") == ("original_image_1")
     for name in ("observation_1", "observation_0", "original_image_3", "", "../x", None, 7, [1], {}):
         assert refused(two, [0, 0, 1, 1], name) == "source"
-    assert refused(Views([]), [0, 0, 1, 1]) == "source"
+    assert refused(EpisodeImages([]), [0, 0, 1, 1]) == "source"
 
 
 def test_three_ways_to_write_the_same_box():
@@ -73,12 +73,12 @@ def test_three_ways_to_write_the_same_box():
     boxes = {"relative": [0.25, 0.5, 0.75, 0.6], "milli": [250, 500, 750, 600], "absolute": [350, 350, 1050, 420]}
     for coordinates, box in boxes.items():
         env = EnvConfig(name="crop", coordinates=coordinates)
-        media, facts = look(Views([root]), box, env=env)
+        media, facts = look(EpisodeImages([root]), box, env=env)
         assert media.box == (500, 500, 1500, 600) and facts["box"] == [0.25, 0.5, 0.75, 0.6]
 
 
 def test_boxes_that_cannot_be_shown():
-    views = Views([picture(1000, 100)])
+    views = EpisodeImages([picture(1000, 100)])
     for box in (None, 3, [0, 0, 1], [0, 0, 1, 1, 1], ["0", 0, 1, 1], [True, 0, 1, 1], {}, [[0], 0, 1, 1]):
         assert refused(views, box) == "box"
     assert refused(views, [0, 0, 1.06, 1]) == refused(views, [-0.06, 0, 1, 1]) == "outside"
@@ -96,7 +96,7 @@ EDGE = st.floats(-0.05, 1.05)
 def test_any_box_inside_gives_a_crop_that_covers_it(x0, y0, x1, y1, width, height):
     media = Media(hash="a", width=width, height=height, path="a")
     try:
-        made, _ = zoom({"bbox_2d": [x0, y0, x1, y1], "source": "original_image"}, Views([media]), ENV, 28)
+        made, _ = zoom({"bbox_2d": [x0, y0, x1, y1], "source": "original_image"}, EpisodeImages([media]), ENV, 28)
     except CallError as error:
         assert error.reason in ("too_small", "aspect")
         return

@@ -209,11 +209,11 @@ def test_a_searcher_finds_what_it_looks_for():
     look, wrong = (call((0, 0, 0.5, 0.5), name) for name in ("original_image", "observation_9"))
     texts = [wrong, look, look, "<answer>1</answer>"]
     for planned, reason in ((0, "failed_call"), (1, ""), (None, "")):  # planned by nobody: theirs
-        assert coldstart.play(row, texts, make(), most=6, planned=planned)[1] == reason
+        assert coldstart.replay(row, texts, make(), most=6, planned=planned)[1] == reason
     for level in LEVELS:
         for row in search_split(5, seed=2, level=level, view=56):
             turns = demonstration(row, np.random.default_rng(1), turns=6, mistakes=0.2)
-            played, reason = coldstart.play(row, turns, make(), most=6)
+            played, reason = coldstart.replay(row, turns, make(), most=6)
             assert reason == ""
             x0, y0, x1, y1 = played.media[-1].box
             tx0, ty0, tx1, ty1 = row.extra["box"]

@@ -26,10 +26,10 @@ from saccade.types import Sample
 
 SHOWN = 5  # most failures that a message lists
 HANGS = 3  # timeouts or crashes after which the test ends
-CLOSE = 1e-6  # tolerance of scores: boxes are rounded when they are converted between coordinate frames
-SHARED = 0.5  # tolerated share of foreign golds for a graded verifier: a box or word may fit several rows
-MISJUDGED = 0.1  # share of known answers that a judge may get wrong
-MOST = 0.5  # tolerated share of foreign golds with abstention, and of responses on which another term fails
+SCORE_TOLERANCE = 1e-6  # tolerance of scores: boxes are rounded when they are converted between coordinate frames
+FOREIGN_TOLERANCE = 0.5  # tolerated share of foreign golds for a graded verifier: a box or word may fit several rows
+JUDGE_TOLERANCE = 0.1  # share of known answers that a judge may get wrong
+TOLERANCE = 0.5  # tolerated share of foreign golds with abstention, and of responses on which another term fails
 
 Mode = Literal["strict", "warn"]
 Kind = Literal["gold", "empty", "foreign"]
@@ -72,7 +72,7 @@ class SelfTest:
     format: str = ""  # the response format of the golds
 
 
-Asked = tuple[Kind, RewardSample, RewardRecipe]  # a case without its score
+Unscored = tuple[Kind, RewardSample, RewardRecipe]  # a case without its score
 Cases = Sequence[Case]
 
 
@@ -143,7 +143,7 @@ def _advice(result: SelfTest, shown: str, broken: bool) -> str:
 
 
 def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *, tagged: Set[str]) -> SelfTest:
-    asked: list[Asked] = []
+    asked: list[Unscored] = []
     skipped: list[str] = []
     for source in dict.fromkeys(sample.data_source for sample in samples):
         recipe = scorer.recipe(source)
@@ -170,7 +170,7 @@ def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *,
     )
 
 
-def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Callable[[str], str]) -> Iterator[Asked]:
+def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Callable[[str], str]) -> Iterator[Unscored]:
     """The cases of a row. `texts`: the golds of all rows, starting with this row's."""
     gold = texts[0]
     responses: dict[Kind, str] = {"gold": render(gold), "empty": ""}
@@ -204,7 +204,7 @@ def _distance(text: str, gold: str) -> float:
     return 0.0 if a is None or b is None else abs(float(a - b))
 
 
-def _scored(scorer: Scorer, asked: Sequence[Asked]) -> tuple[list[Case], str]:
+def _scored(scorer: Scorer, asked: Sequence[Unscored]) -> tuple[list[Case], str]:
     """Score the cases; returns (cases, why some are missing). Users' functions come first, in batches that double, so
     that a function that hangs is noticed early.
     """
@@ -236,9 +236,9 @@ def _failures(cases: Cases, format: str) -> list[Failure]:
     failures = _broken(cases)
     broken = {failure.verifier for failure in failures}
     for verifier, own in by_verifier.items():
-        unread = _unread(verifier, own)
-        failures += unread
-        if not (unread or verifier in broken) or split_name(verifier) is None:
+        abstaining = _abstaining(verifier, own)
+        failures += abstaining
+        if not (abstaining or verifier in broken) or split_name(verifier) is None:
             failures += _misjudged(verifier, own, format)
     return failures
 
@@ -249,7 +249,7 @@ def _called(verifier: str) -> str:
 
 
 def _broken(cases: Cases) -> list[Failure]:
-    """Terms with errors: outcome terms with any (judges: more than MISJUDGED), other terms with more than MOST."""
+    """Terms with errors: outcome terms with any (judges: over JUDGE_TOLERANCE), other terms with over TOLERANCE."""
     found: dict[tuple[str, str], list[tuple[Case, str]]] = defaultdict(list)
     rows: dict[str, set[str]] = defaultdict(set)
     for case in cases:
@@ -265,7 +265,7 @@ def _broken(cases: Cases) -> list[Failure]:
     for (verifier, kind), some in found.items():
         case, detail = some[0]
         of = outcomes[verifier]
-        tolerated = (MISJUDGED if case.term.uses_judge else 0.0) if of else MOST
+        tolerated = (JUDGE_TOLERANCE if case.term.uses_judge else 0.0) if of else TOLERANCE
         if len(some) > tolerated * (of or len(cases)):
             does = " raised " if kind == "raised" else f": {kind}: "
             hit = len({case.sample.id for case, _ in some})
@@ -277,12 +277,12 @@ def _broken(cases: Cases) -> list[Failure]:
     return failures
 
 
-def _unread(verifier: str, cases: Cases) -> list[Failure]:
+def _abstaining(verifier: str, cases: Cases) -> list[Failure]:
     """A failure if the verifier abstains too often from golds or from wrong answers."""
     silent = [case for case in cases if case.scored.outcome is None and case.scored.status != "error"]
     asked, lost = (Counter(case.kind for case in some) for some in (cases, silent))
-    tolerated = MISJUDGED if cases[0].term.uses_judge else 0.0
-    if lost["gold"] <= tolerated * asked["gold"] and lost["foreign"] <= MOST * asked["foreign"]:
+    tolerated = JUDGE_TOLERANCE if cases[0].term.uses_judge else 0.0
+    if lost["gold"] <= tolerated * asked["gold"] and lost["foreign"] <= TOLERANCE * asked["foreign"]:
         return []
     first = next(case for case in silent if case.kind != "empty")
     begins, ends = f"{_called(verifier)} abstains ({first.scored.reason})", ""
@@ -325,12 +325,12 @@ def _misjudged(verifier: str, cases: Cases, format: str) -> list[Failure]:
         asked = [case for case in cases if case.kind == kind]
         wanted = high if kind == "gold" else low
         partly = kind == "foreign" and known is not None and known.partial_credit  # then scores below the best pass
-        tolerated = SHARED if partly else MISJUDGED if cases[0].term.uses_judge else 0.0
+        tolerated = FOREIGN_TOLERANCE if partly else JUDGE_TOLERANCE if cases[0].term.uses_judge else 0.0
         how = f" (as prompt.format={format} has it)" if kind == "gold" else ""
         wrong = []
         for case in asked:
             got, reason = case.scored.outcome, case.scored.reason
-            if got is None or abs(got - wanted) <= CLOSE or (partly and got < high - CLOSE):
+            if got is None or abs(got - wanted) <= SCORE_TOLERANCE or (partly and got < high - SCORE_TOLERANCE):
                 continue
             why = f" ({reason})" if reason else ""
             text = f"row {case.sample.id}: {case}{how} scored {got:g}{why}, expected {wanted:g}"

@@ -18,7 +18,7 @@ from saccade.plugins.drawn.drawn_sets import Drawing
 from saccade.plugins.drawn.text_pages import Font, font_of
 
 Colour = tuple[int, int, int]
-FINE = 2  # supersampling per axis
+SCALE = 2  # supersampling per axis
 NAMES = (
     ("apples", "pears", "plums", "figs", "limes", "dates", "kiwis"),
     ("cats", "dogs", "birds", "fish", "mice", "cows", "pigs"),
@@ -72,14 +72,14 @@ def draw_chart_row(rng: Random, index: int, *, split: str, kinds: Sequence[str],
     about, kind = CHART_SPLITS[split], kinds[index % len(kinds)]
     chart = _chart(rng, rng.choice((*DRAWN,)), rng.randint(*about.marks))
     asked, answer = CHART_KINDS[kind](rng, chart)
-    picture = Image.new("RGB", (side * FINE, side * FINE), about.look.paper)
-    pen, font = ImageDraw.Draw(picture), font_of("", max(9, side // 20) * FINE)
-    pen.text((side * FINE // 2, side * FINE // 50), chart.title, about.look.ink, font, anchor="ma")
+    picture = Image.new("RGB", (side * SCALE, side * SCALE), about.look.paper)
+    pen, font = ImageDraw.Draw(picture), font_of("", max(9, side // 20) * SCALE)
+    pen.text((side * SCALE // 2, side * SCALE // 50), chart.title, about.look.ink, font, anchor="ma")
     shift = rng.randrange(len(about.look.marks))
     colours = [about.look.marks[(n + shift) % len(about.look.marks)] for n in range(len(chart.names))]
-    DRAWN[chart.kind](Page(pen, font, side * FINE, about.look, colours, rng.random() < 0.5), chart)
+    DRAWN[chart.kind](Page(pen, font, side * SCALE, about.look, colours, rng.random() < 0.5), chart)
     more = {"chart": chart.kind, "names": [*chart.names], "values": [*chart.values], "title": chart.title}
-    return Drawing(picture.reduce(FINE), asked, answer, kind, more)
+    return Drawing(picture.reduce(SCALE), asked, answer, kind, more)
 
 
 def _chart(rng: Random, kind: str, marks: int) -> Chart:
@@ -173,20 +173,20 @@ DRAWN: Mapping[str, Callable[[Page, Chart], None]] = {
 
 # -- questions --------------------------------------------------------------------------------------
 
-Asked = tuple[str, str]
+QuestionAnswer = tuple[str, str]
 
 
-def _value(rng: Random, chart: Chart) -> Asked:
+def _value(rng: Random, chart: Chart) -> QuestionAnswer:
     n = rng.randrange(len(chart.names))
     return f"What is the value of {chart.names[n]}?", str(chart.values[n])
 
 
-def _which(rng: Random, chart: Chart) -> Asked:
+def _which(rng: Random, chart: Chart) -> QuestionAnswer:
     word, pick = rng.choice((("highest", max), ("lowest", min)))
     return f"Which has the {word} value?", chart.names[chart.values.index(pick(chart.values))]
 
 
-def _difference(rng: Random, chart: Chart) -> Asked:
+def _difference(rng: Random, chart: Chart) -> QuestionAnswer:
     pair = rng.sample(range(len(chart.names)), 2)
     more, less = sorted(pair, key=lambda n: -chart.values[n])
     return f"How much higher is {chart.names[more]} than {chart.names[less]}?", str(
@@ -194,23 +194,23 @@ def _difference(rng: Random, chart: Chart) -> Asked:
     )
 
 
-def _compare(rng: Random, chart: Chart) -> Asked:
+def _compare(rng: Random, chart: Chart) -> QuestionAnswer:
     a, b = rng.sample(range(len(chart.names)), 2)
     return f"Is {chart.names[a]} higher than {chart.names[b]}?", "yes" if chart.values[a] > chart.values[b] else "no"
 
 
-def _count(rng: Random, chart: Chart) -> Asked:
+def _count(rng: Random, chart: Chart) -> QuestionAnswer:
     thing = {"bar": "bars", "row": "bars", "line": "points", "pie": "slices"}[chart.kind]
     return f"How many {thing} does the chart have?", str(len(chart.names))
 
 
-def _describe(rng: Random, chart: Chart) -> Asked:
+def _describe(rng: Random, chart: Chart) -> QuestionAnswer:
     """All names and values, for alignment training; no verifier can check it."""
     said = ", ".join(f"{name} {value}" for name, value in zip(chart.names, chart.values, strict=True))
     return "What does the chart show?", f"{chart.title}: {said}"
 
 
-CHART_KINDS: Mapping[str, Callable[[Random, Chart], Asked]] = {
+CHART_KINDS: Mapping[str, Callable[[Random, Chart], QuestionAnswer]] = {
     "value": _value,
     "which": _which,
     "difference": _difference,

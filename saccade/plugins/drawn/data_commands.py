@@ -35,7 +35,7 @@ Fonts = Annotated[
     typer.Option("--font", metavar="FILE", help="Of these one is drawn for each row.", show_default=False),
 ]
 Kinds = Annotated[list[str] | None, typer.Option("--kind", help="Of questions; may be repeated.", show_default=False)]
-ALIGNING = "describe"  # a kind that no verifier can check; drawn only if --kind names it
+UNCHECKABLE = "describe"  # a kind that no verifier can check; drawn only if --kind names it
 
 
 group = typer.Typer(help="Make data sets.", no_args_is_help=True)
@@ -94,15 +94,15 @@ def write(command: str, draw: Callable[..., Any], *, file: Path, options: Mappin
     print(write_set(draw, Plan(command=command, file=file, options=options, **plan)))
 
 
-def chosen(flag: str, wanted: Sequence[str] | None, known: Collection[str]) -> tuple[str, ...]:
+def selected_names(flag: str, wanted: Sequence[str] | None, known: Collection[str]) -> tuple[str, ...]:
     """The names given to an option, by default all that a verifier can check; refuses unknown names."""
     for one in wanted or ():
         if one not in known:
             raise ConfigError(f"{flag} {one}: expected one of {', '.join(known)}")
-    return tuple(wanted or (name for name in known if name != ALIGNING))
+    return tuple(wanted or (name for name in known if name != UNCHECKABLE))
 
 
-def asked_about(name: str, kind_of_picture: str, does: str, smallest: int = 64) -> None:
+def add_picture_command(name: str, kind_of_picture: str, does: str, smallest: int = 64) -> None:
     """Register a command that draws pictures of one kind with questions; `does` is its help text."""
 
     def run(
@@ -117,7 +117,7 @@ def asked_about(name: str, kind_of_picture: str, does: str, smallest: int = 64) 
     ) -> None:
         module = import_module(f"saccade.plugins.drawn.{kind_of_picture}_questions")
         splits, known = (getattr(module, f"{kind_of_picture.upper()}_{table}") for table in ("SPLITS", "KINDS"))
-        (split,), kinds = chosen("--split", [split], splits), chosen("--kind", kind, known)
+        (split,), kinds = selected_names("--split", [split], splits), selected_names("--kind", kind, known)
         draw = partial(getattr(module, f"draw_{kind_of_picture}_row"), split=split, kinds=kinds, side=side)
         options = {"split": split, "kind": kinds, "size": side}
         write(name, draw, file=file, options=options, rows=rows, seed=seed, reply=reply, workers=workers)
@@ -126,7 +126,7 @@ def asked_about(name: str, kind_of_picture: str, does: str, smallest: int = 64) 
     command(name, group=group, example=f"saccade data {name} {name}/train.jsonl --rows 5000 --size 224")(run)
 
 
-asked_about(
+add_picture_command(
     "scenes",
     "scene",
     """Solids as in CLEVR, with questions: count, exist, compare, attribute, relation (and describe).
@@ -135,7 +135,7 @@ asked_about(
     colours: four others; backgrounds: patterns; renderer: another one.
     """,
 )
-asked_about(
+add_picture_command(
     "charts",
     "chart",
     """Bars, rows, lines and pies, with questions: value, which, difference, compare, count (and describe).
@@ -144,7 +144,7 @@ asked_about(
     """,
     smallest=192,  # in smaller pictures, neighbouring names would touch
 )
-asked_about(
+add_picture_command(
     "diagrams",
     "diagram",
     """Boxes and arrows, with questions: next, exist, reach, count, shape.
@@ -168,7 +168,7 @@ def words(
     """Pictures of words, numbers and sums to read: read, number, word, sum."""
     from saccade.plugins.drawn.text_pages import WORD_KINDS, draw_words_row, font_files
 
-    kinds, fonts = chosen("--kind", kind, WORD_KINDS), font_files(font)
+    kinds, fonts = selected_names("--kind", kind, WORD_KINDS), font_files(font)
     draw = partial(draw_words_row, kinds=kinds, side=side, fonts=fonts)
     options = {"kind": kinds, "size": side, "font": fonts}
     write("words", draw, file=file, options=options, rows=rows, seed=seed, reply=reply, workers=workers)

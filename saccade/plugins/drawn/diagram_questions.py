@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from PIL import Image, ImageDraw
 
-from saccade.plugins.drawn.chart_questions import FINE, LETTERS
+from saccade.plugins.drawn.chart_questions import LETTERS, SCALE
 from saccade.plugins.drawn.drawn_sets import Drawing
 from saccade.plugins.drawn.text_pages import font_of
 
 OUTLINES = ("square", "circle", "diamond")
 FILLS = ((255, 255, 255), (226, 236, 250), (252, 236, 214), (228, 244, 224))
 INK = (25, 25, 25)
-HALF = 0.085  # half the side of a box, as a share of the picture's side
+HALF_BOX = 0.085  # half the side of a box, as a share of the picture's side
 CELLS = 3  # grid cells per side, with at most one box each
 TRIES = 2000  # diagrams drawn until one fits the question
 DIAGRAM_SPLITS: Mapping[str, tuple[int, int]] = {"same": (3, 5), "more": (6, 8)}  # fewest and most boxes
@@ -67,7 +67,7 @@ def _is_clear(places: Sequence[tuple[float, float]], a: int, b: int) -> bool:
     for n, (x, y) in enumerate(places):
         along = ((x - x0) * (x1 - x0) + (y - y0) * (y1 - y0)) / length
         aside = abs((x - x0) * (y1 - y0) - (y - y0) * (x1 - x0)) / length
-        if n not in (a, b) and 0 < along < length and aside < 1.4 * HALF:
+        if n not in (a, b) and 0 < along < length and aside < 1.4 * HALF_BOX:
             return False
     return True
 
@@ -76,9 +76,9 @@ def _is_clear(places: Sequence[tuple[float, float]], a: int, b: int) -> bool:
 
 
 def _picture(rng: Random, diagram: Diagram, side: int) -> Image.Image:
-    scale = side * FINE
-    picture, half = Image.new("RGB", (scale, scale), (255, 255, 255)), HALF * scale
-    pen, font, fill = ImageDraw.Draw(picture), font_of("", max(10, side // 14) * FINE), rng.choice(FILLS)
+    scale = side * SCALE
+    picture, half = Image.new("RGB", (scale, scale), (255, 255, 255)), HALF_BOX * scale
+    pen, font, fill = ImageDraw.Draw(picture), font_of("", max(10, side // 14) * SCALE), rng.choice(FILLS)
     places = [(x * scale, y * scale) for x, y in diagram.places]
     width = max(2, scale // 150)
     for a, b in diagram.arrows:
@@ -102,7 +102,7 @@ def _picture(rng: Random, diagram: Diagram, side: int) -> Image.Image:
         else:
             pen.polygon([(x, box[1]), (box[2], y), (x, box[3]), (box[0], y)], fill, INK, width)
         pen.text((x, y), name, INK, font, anchor="mm")
-    return picture.reduce(FINE)
+    return picture.reduce(SCALE)
 
 
 def _reach(outline: str, angle: float) -> float:
@@ -113,10 +113,10 @@ def _reach(outline: str, angle: float) -> float:
 
 # -- questions --------------------------------------------------------------------------------------
 
-Asked = tuple[str, str] | None
+QuestionAnswer = tuple[str, str] | None
 
 
-def _next(rng: Random, diagram: Diagram) -> Asked:
+def _next(rng: Random, diagram: Diagram) -> QuestionAnswer:
     single = [n for n in range(len(diagram.names)) if sum(a == n for a, _ in diagram.arrows) == 1]
     if not single:
         return None
@@ -125,13 +125,13 @@ def _next(rng: Random, diagram: Diagram) -> Asked:
     return f"To which box does the arrow from {diagram.names[start]} lead?", diagram.names[end]
 
 
-def _exist(rng: Random, diagram: Diagram) -> Asked:
+def _exist(rng: Random, diagram: Diagram) -> QuestionAnswer:
     a, b = rng.sample(range(len(diagram.names)), 2)
     found = "yes" if (a, b) in diagram.arrows else "no"
     return f"Is there an arrow from {diagram.names[a]} to {diagram.names[b]}?", found
 
 
-def _reachable(rng: Random, diagram: Diagram) -> Asked:
+def _reachable(rng: Random, diagram: Diagram) -> QuestionAnswer:
     start, end = rng.sample(range(len(diagram.names)), 2)
     seen, waiting = {start}, [start]
     while waiting:
@@ -145,7 +145,7 @@ def _reachable(rng: Random, diagram: Diagram) -> Asked:
     return words, "yes" if end in seen else "no"
 
 
-def _count(rng: Random, diagram: Diagram) -> Asked:
+def _count(rng: Random, diagram: Diagram) -> QuestionAnswer:
     outline = rng.choice(OUTLINES)
     things = {
         "arrows": len(diagram.arrows),
@@ -156,12 +156,12 @@ def _count(rng: Random, diagram: Diagram) -> Asked:
     return f"How many {thing} are there?", str(things[thing])
 
 
-def _outline(rng: Random, diagram: Diagram) -> Asked:
+def _outline(rng: Random, diagram: Diagram) -> QuestionAnswer:
     n = rng.randrange(len(diagram.names))
     return f"What shape is {diagram.names[n]}?", diagram.outlines[n]
 
 
-DIAGRAM_KINDS: Mapping[str, Callable[[Random, Diagram], Asked]] = {
+DIAGRAM_KINDS: Mapping[str, Callable[[Random, Diagram], QuestionAnswer]] = {
     "next": _next,
     "exist": _exist,
     "reach": _reachable,

@@ -30,8 +30,8 @@ from saccade.system.disk import require_writable
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 64  # rows per task of a worker process
-NAMED = 5  # most left-out rows that are listed
+ROWS_PER_TASK = 64  # rows per task of a worker process
+MAX_LISTED = 5  # most left-out rows that are listed
 
 
 class Drawing(NamedTuple):
@@ -87,7 +87,7 @@ def write_set(draw: Draw, plan: Plan) -> str:
     columns = dict[str, None]()
     with several as processes, finished_file(path) as file:
         work, numbers = partial(_draw_row, draw, plan), range(plan.rows)
-        for row, found in processes.map(work, numbers, chunksize=AT_ONCE) if processes else map(work, numbers):
+        for row, found in processes.map(work, numbers, chunksize=ROWS_PER_TASK) if processes else map(work, numbers):
             if not row:
                 unfit.append(found)
                 continue
@@ -96,7 +96,7 @@ def write_set(draw: Draw, plan: Plan) -> str:
             answers[row["category"]][row["answer"]] += 1
             columns |= dict.fromkeys(row)
             file.write(line)
-        for reason in unfit[:NAMED]:
+        for reason in unfit[:MAX_LISTED]:
             log.warning(reason)
         made = plan.rows - len(unfit)
         if not made:

@@ -16,19 +16,19 @@ from saccade.plugins.drawn.drawn_sets import Drawing
 from saccade.plugins.drawn.solids import BACKGROUNDS, MATERIALS, SHAPES, SIZES, Solid, draw_solids
 from saccade.plugins.quickstart.counting import TRAINING_COLOURS, UNSEEN_COLOURS
 
-GAP = 0.015  # least distance between two solids; this and the next are shares of the picture's side
+MIN_GAP = 0.015  # least distance between two solids; this and the next are shares of the picture's side
 MARGIN = 0.06  # least difference in position for a question about left, right, above or below
 TRIES = 2000  # scenes drawn until one fits the question
-WORDS = ("size", "colour", "material", "shape")  # in their order in a noun phrase
+ATTRIBUTES = ("size", "colour", "material", "shape")  # in their order in a noun phrase
 SIDES: Mapping[str, Callable[[Solid], float]] = {  # sort key: the smaller, the further in that direction
     "left of": lambda one: one.x,
     "right of": lambda one: -one.x,
     "above": lambda one: one.y,
     "below": lambda one: -one.y,
 }
-MOST = {"left of": "leftmost", "right of": "rightmost", "above": "topmost", "below": "lowest"}
-Wanted = Mapping[str, str]  # description of a solid: word of WORDS → value
-Asked = tuple[str, str] | None  # question and answer; None if the scene allows none
+SUPERLATIVES = {"left of": "leftmost", "right of": "rightmost", "above": "topmost", "below": "lowest"}
+Wanted = Mapping[str, str]  # description of a solid: word of ATTRIBUTES → value
+QuestionAnswer = tuple[str, str] | None  # question and answer; None if the scene allows none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def draw_scene_row(rng: Random, index: int, *, split: str, kinds: Sequence[str],
     else:
         raise AssertionError(f"no scene of {split} has the answer {wanted} to {kind}")
     picture = draw_solids(solids, side, BACKGROUNDS[about.background], rng, about.cartoon)
-    more: dict[str, Any] = {"description": described(solids), "objects": [_record(one, side) for one in solids]}
+    more: dict[str, Any] = {"description": describe_scene(solids), "objects": [_record(one, side) for one in solids]}
     return Drawing(picture, *asked, kind, more)
 
 
@@ -74,7 +74,7 @@ def place_solids(rng: Random, about: SceneSplit) -> list[Solid]:
         solids.clear()
         for _ in range(12 * count):
             size = rng.choice((*SIZES,))
-            edge = SIZES[size] + GAP
+            edge = SIZES[size] + MIN_GAP
             x, y = (edge + rng.random() * (1 - 2 * edge) for _ in range(2))
             if all((x - o.x) ** 2 + (y - o.y) ** 2 > (edge + SIZES[o.size]) ** 2 for o in solids):
                 solids.append(Solid(rng.choice(SHAPES), rng.choice(about.colours), rng.choice(MATERIALS), size, x, y))
@@ -83,7 +83,7 @@ def place_solids(rng: Random, about: SceneSplit) -> list[Solid]:
     return solids
 
 
-def described(solids: Sequence[Solid]) -> str:
+def describe_scene(solids: Sequence[Solid]) -> str:
     """The scene in words, for a teacher that reads text only; positions in percent from the left and the top."""
     return "; ".join(f"a {_named(_words(one))} at ({one.x:.0%}, {one.y:.0%})" for one in solids)
 
@@ -95,12 +95,12 @@ def _record(one: Solid, side: int) -> dict[str, Any]:
 
 
 def _words(one: Solid) -> Wanted:
-    return {word: getattr(one, word) for word in WORDS}
+    return {word: getattr(one, word) for word in ATTRIBUTES}
 
 
 def _named(wanted: Wanted, many: bool = False) -> str:
     noun = wanted.get("shape", "object") + "s" * many
-    return " ".join([*(wanted[word] for word in WORDS[:3] if word in wanted), noun])
+    return " ".join([*(wanted[word] for word in ATTRIBUTES[:3] if word in wanted), noun])
 
 
 def _those(wanted: Wanted, solids: Sequence[Solid]) -> list[Solid]:
@@ -109,7 +109,7 @@ def _those(wanted: Wanted, solids: Sequence[Solid]) -> list[Solid]:
 
 def _draw_wanted(rng: Random, solids: Sequence[Solid], about: SceneSplit, most: int = 3) -> Wanted:
     """A random description: with probability 0.6 that of a solid in the scene."""
-    words = rng.sample(WORDS, rng.randint(1, most))
+    words = rng.sample(ATTRIBUTES, rng.randint(1, most))
     if rng.random() < 0.6:
         one = rng.choice(solids)
         return {word: getattr(one, word) for word in words}
@@ -119,7 +119,7 @@ def _draw_wanted(rng: Random, solids: Sequence[Solid], about: SceneSplit, most: 
 
 def _unique(rng: Random, one: Solid, solids: Sequence[Solid], without: str = "") -> Wanted | None:
     """A description that fits only `one`, adding words in random order until it is unique; None if none is unique."""
-    words = [word for word in rng.sample(WORDS, len(WORDS)) if word != without]
+    words = [word for word in rng.sample(ATTRIBUTES, len(ATTRIBUTES)) if word != without]
     for count in range(1, len(words) + 1):
         wanted = {word: getattr(one, word) for word in words[:count]}
         if len(_those(wanted, solids)) == 1:
@@ -130,18 +130,18 @@ def _unique(rng: Random, one: Solid, solids: Sequence[Solid], without: str = "")
 # -- kinds of questions -----------------------------------------------------------------------------
 
 
-def _count(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+def _count(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> QuestionAnswer:
     wanted = {} if rng.random() < 0.4 else _draw_wanted(rng, solids, about)
     return f"How many {_named(wanted, many=True)} are there?", str(len(_those(wanted, solids)))
 
 
-def _exist(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+def _exist(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> QuestionAnswer:
     name = _named(wanted := _draw_wanted(rng, solids, about))
     article = "an" if name[0] in "aeiou" else "a"
     return f"Is there {article} {name}?", _yes(bool(_those(wanted, solids)))
 
 
-def _compare(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+def _compare(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> QuestionAnswer:
     first, second = (_draw_wanted(rng, solids, about, most=1) for _ in range(2))
     if first == second:
         return None
@@ -150,19 +150,19 @@ def _compare(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
     return f"Are there {words.format(_named(first, many=True))} {_named(second, many=True)}?", _yes(holds)
 
 
-def _attribute(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
-    one, word = rng.choice(solids), rng.choice(WORDS)
+def _attribute(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> QuestionAnswer:
+    one, word = rng.choice(solids), rng.choice(ATTRIBUTES)
     wanted = _unique(rng, one, solids, without=word)
     return (f"What {word} is the {_named(wanted)}?", getattr(one, word)) if wanted else None
 
 
-def _relation(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+def _relation(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> QuestionAnswer:
     side = rng.choice((*SIDES,))
     if rng.random() < 0.5:
         first, second = sorted(solids, key=SIDES[side])[:2]
-        word = rng.choice(WORDS)
+        word = rng.choice(ATTRIBUTES)
         clear = SIDES[side](second) - SIDES[side](first) > MARGIN
-        return (f"What {word} is the {MOST[side]} object?", getattr(first, word)) if clear else None
+        return (f"What {word} is the {SUPERLATIVES[side]} object?", getattr(first, word)) if clear else None
     one, other = rng.sample(solids, 2)
     names = [_unique(rng, each, solids) for each in (one, other)]
     apart = SIDES[side](other) - SIDES[side](one)
@@ -171,7 +171,7 @@ def _relation(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
     return f"Is the {_named(names[0] or {})} {side} the {_named(names[1] or {})}?", _yes(apart > 0)
 
 
-def _describe(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> Asked:
+def _describe(rng: Random, solids: Sequence[Solid], about: SceneSplit) -> QuestionAnswer:
     """Caption from left to right, for alignment training; no verifier can check it."""
     named = [_named(_words(one)) for one in sorted(solids, key=lambda one: one.x)]
     return "What is in the picture, from left to right?", ", ".join(named)
@@ -181,7 +181,7 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "no"
 
 
-SCENE_KINDS: Mapping[str, Callable[[Random, Sequence[Solid], SceneSplit], Asked]] = {
+SCENE_KINDS: Mapping[str, Callable[[Random, Sequence[Solid], SceneSplit], QuestionAnswer]] = {
     "count": _count,
     "exist": _exist,
     "compare": _compare,

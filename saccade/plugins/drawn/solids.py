@@ -19,9 +19,9 @@ from saccade.plugins.quickstart.counting import COLOURS
 SIZES = {"small": 0.055, "large": 0.095}  # radius as a share of the picture's side
 MATERIALS = ("rubber", "metal")
 SHAPES = ("cube", "sphere", "cylinder", "cone")
-FINE = 4  # supersampling per axis
+SCALE = 4  # supersampling per axis
 LIGHT = np.array([-0.45, -0.65, 0.61])  # direction to the light
-DARK = 22.0  # grey level of black, above 0 so that shading is visible
+BLACK = 22.0  # grey level of black, above 0 so that shading is visible
 
 
 class Solid(NamedTuple):
@@ -47,7 +47,7 @@ def draw_solids(
     for solid in ordered:
         cover, tone, gloss = _look(solid.shape, solid.material, SIZES[solid.size] * side, cartoon)
         top, left = (int(v) - len(cover) // 2 for v in (solid.y * side, solid.x * side))
-        paint = (DARK + np.array(COLOURS[solid.colour], np.float32) * (1 - DARK / 255)) * tone + 255 * gloss
+        paint = (BLACK + np.array(COLOURS[solid.colour], np.float32) * (1 - BLACK / 255)) * tone + 255 * gloss
         inside = canvas[top : top + len(cover), left : left + len(cover)]
         inside += (np.minimum(paint, 255) - inside) * cover
     return Image.fromarray(canvas.astype(np.uint8))
@@ -57,7 +57,7 @@ def draw_solids(
 def _look(shape: str, material: str, radius: float, cartoon: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Per pixel: the share that the solid covers, the brightness of its colour, and the white highlight."""
     reach = int(radius) + 1
-    steps = (np.arange(2 * reach * FINE) + 0.5) / FINE - reach
+    steps = (np.arange(2 * reach * SCALE) + 0.5) / SCALE - reach
     x, y = np.meshgrid(steps / radius, steps / radius)
     inside, normal = FORMS[shape](x, y)
     lit = np.clip(np.tensordot(LIGHT, np.stack(np.broadcast_arrays(*normal)), 1), 0, 1)
@@ -65,11 +65,11 @@ def _look(shape: str, material: str, radius: float, cartoon: bool) -> tuple[np.n
     tone = 0.25 + 0.75 * lit**1.5 if shining else 0.45 + 0.55 * lit
     gloss = 0.6 * np.exp(-(((0.8 * x + 0.6 * y + 0.42) / 0.14) ** 2)) if shining else np.zeros_like(x)
     if cartoon:
-        near = range(1, FINE)
+        near = range(1, SCALE)
         edge = np.any([np.roll(inside, s * n, a) != inside for n in near for s in (1, -1) for a in (0, 1)], axis=0)
         faces = np.any([abs(np.roll(lit, 1, axis) - lit) > 0.12 for axis in (0, 1)], axis=0)
         tone, gloss = np.ceil(tone * 3) / 3 * ~(edge | faces), 0.9 * (gloss > 0.3) * ~edge
-    small = [part.reshape(2 * reach, FINE, 2 * reach, FINE) for part in (inside, tone * inside, gloss * inside)]
+    small = [part.reshape(2 * reach, SCALE, 2 * reach, SCALE) for part in (inside, tone * inside, gloss * inside)]
     cover, tone, gloss = (part.mean(axis=(1, 3), dtype=np.float32)[:, :, None] for part in small)
     whole = np.maximum(cover, 1e-6)
     return cover, tone / whole, gloss / whole

@@ -27,7 +27,7 @@ from saccade.run.folder import write_whole
 from saccade.system.disk import require_writable
 from saccade.types import Media, Message, Sample
 
-SHOWN = "A picture is described as follows: {}\n"
+DESCRIPTION = "A picture is described as follows: {}\n"
 # (pattern, replacement): turns a teacher's mentions of the description into mentions of the picture.
 MENTIONS = (
     (
@@ -38,9 +38,9 @@ MENTIONS = (
     (re.compile(r"\b(the picture) (?:says|states|mentions|lists)\b", re.I), r"\1 shows"),
 )
 TAGGED = re.compile(r"<question>(.*?)</question>\s*<answer>(.*?)</answer>", re.DOTALL)
-LEAST_SIDE = 28  # pixels; rows with a smaller picture are left out
-MOST_WORDS = 5  # longest answer that counts as checkable by a rule
-ASK = (
+MIN_SIDE = 28  # pixels; rows with a smaller picture are left out
+MAX_WORDS = 5  # longest answer that counts as checkable by a rule
+REWRITE_PROMPT = (
     "Question: {question}\nAnswer: {answer}\n\nWrite a question that asks for the same, but has exactly one right "
     "answer: a number, a word, a name, or yes or no. It must be answered from the picture alone and must not contain "
     "its answer. Write nothing but\n<question>the new question</question><answer>its answer</answer>"
@@ -64,7 +64,7 @@ def distil(config: Config, source: Path, out: Path, describe: str = "") -> dict[
             text = turn["value"]
             for mention, instead in MENTIONS if turn["from"] == "gpt" else ():
                 text = mention.sub(instead, text)
-            shown = escape(SHOWN.format(sample.extra[describe]))
+            shown = escape(DESCRIPTION.format(sample.extra[describe]))
             pictures = "<image>" * len(sample.media) if turn["from"] == "human" else ""  # answers may quote it
             turn["value"] = text.replace(shown, pictures, 1)
     counts = {"questions": len(samples), "answers": len(samples) * config.generate.n, "right": len(rows)}
@@ -80,7 +80,7 @@ def rewrite(config: Config, source: Path, out: Path) -> dict[str, int]:
     samples = {sample.id: sample for sample in _read(config, source, out)}
     counts, fit = Counter[str](), list[Sample]()
     for sample in samples.values():
-        small = any(min(medium.width, medium.height) < LEAST_SIDE for medium in sample.media)
+        small = any(min(medium.width, medium.height) < MIN_SIDE for medium in sample.media)
         counts["small_picture"] += small
         fit += [] if small else [sample]
     result = _ask(config, [_to_rewrite(sample) for sample in fit], out, select="all")
@@ -110,7 +110,7 @@ def rewritten(text: str) -> tuple[str, str, str]:
     reasons = {
         "no_tags": not found,
         "empty": not (question and answer),
-        "long_answer": len(answer.split()) > MOST_WORDS,
+        "long_answer": len(answer.split()) > MAX_WORDS,
         "answer_in_question": said and answer.casefold() not in ("yes", "no"),
     }
     reason = next((name for name, holds in reasons.items() if holds), "")
@@ -142,7 +142,7 @@ def _described(sample: Sample, column: str) -> Sample:
         raise DataError(f"--describe {column}: row {sample.id} has no such text; it has {known}")
     if not sample.media:
         raise DataError(f"--describe {column}: row {sample.id} has no picture to stand for")
-    shown = SHOWN.format(sample.extra[column])
+    shown = DESCRIPTION.format(sample.extra[column])
     first = next(index for index, message in enumerate(sample.messages) if message.media)
     messages = [
         replace(one, parts=((shown,) if index == first else ()) + tuple(p for p in one.parts if isinstance(p, str)))
@@ -153,7 +153,7 @@ def _described(sample: Sample, column: str) -> Sample:
 
 def _to_rewrite(sample: Sample) -> Sample:
     gold = " or ".join(sample.answer) if isinstance(sample.answer, tuple) else sample.answer or "unknown"
-    parts: tuple[str | Media, ...] = (*sample.media, ASK.format(question=_words(sample), answer=gold))
+    parts: tuple[str | Media, ...] = (*sample.media, REWRITE_PROMPT.format(question=_words(sample), answer=gold))
     return replace(sample, messages=(Message(role="user", parts=parts),), extra={**sample.extra, FINAL_PROMPT: True})
 
 

@@ -25,7 +25,7 @@ from saccade.types import Sample
 Font = ImageFont.FreeTypeFont
 LEADING = 1.3  # height of a line, as a multiple of the font size
 BORDER = 10  # pixels around a text
-TALLEST = 4  # most height of a page, as a multiple of its width
+MAX_ASPECT = 4  # most height of a page, as a multiple of its width
 MISSING = "\uffff"  # a character that no font has
 PAPERS = ((255, 255, 255), (250, 246, 232), (232, 238, 246), (240, 240, 240))
 INKS = ((0, 0, 0), (30, 30, 90), (90, 20, 20), (20, 70, 30))
@@ -179,7 +179,7 @@ def draw_question_row(
         raise Unfit("has no answer, or several")
     options = [f"({letter}) {option}" for letter, option in zip(LETTERS, sample.choices, strict=False)]
     letters = dict(zip(sample.choices, LETTERS, strict=False))
-    picture = page("\n".join([asked[0].text, *options]), draw_style(rng, fonts, sizes), width, most=TALLEST * width)
+    picture = page("\n".join([asked[0].text, *options]), draw_style(rng, fonts, sizes), width, most=MAX_ASPECT * width)
     more = {**sample.extra, "id": sample.id, "data_source": sample.data_source, "text": asked[0].text}
     if system := "".join(message.text for message in sample.messages if message.role == "system"):
         more["system"] = system

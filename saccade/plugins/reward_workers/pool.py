@@ -49,7 +49,7 @@ class _Job:
     future: Future[Score]
     sample: str | None = None  # JSON; None only checks that the function loads
     alone: bool = False  # must be the only job of its chunk
-    survived: bool = False  # a process died while scoring it; if a second one does, the job fails
+    crashed_once: bool = False  # a process died while scoring it; if a second one does, the job fails
 
 
 class WorkerPool:
@@ -61,8 +61,8 @@ class WorkerPool:
         self._changed = threading.Condition()
         self._closed, self._workers = False, workers
         self._children: set[Process] = set()
-        self._begin: Callable[[], Process] = start_worker
-        self._apart: set[_Call] = set()  # batch functions that fail on several samples, but not on single ones
+        self._start_process: Callable[[], Process] = start_worker
+        self._single_only: set[_Call] = set()  # batch functions that fail on several samples, but not on single ones
         self.replaced = 0  # number of processes that hung or died
         self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(workers)]
         for thread in self._threads:
@@ -137,17 +137,17 @@ class WorkerPool:
 
     def move(self, begin: Callable[[], Process]) -> None:
         """Start processes with `begin` from now on; running ones are replaced before their next chunk."""
-        self._begin = begin
+        self._start_process = begin
 
     def _serve(self) -> None:
         child: Process | None = None
-        begun: Any = None
+        started_with: Any = None
         while chunk := self._take():
             try:
-                if child is not None and begun is not self._begin:
+                if child is not None and started_with is not self._start_process:
                     self._end(child, moved=True)
                     child = None
-                begun = self._begin
+                started_with = self._start_process
                 child = child or self._start()
                 usable = self._run(child, chunk)
             except Exception as error:  # every future must get a result
@@ -160,7 +160,7 @@ class WorkerPool:
             self._end(child)
 
     def _start(self) -> Process:
-        child = self._begin()
+        child = self._start_process()
         with self._changed:
             self._children.add(child)
             closed = self._closed
@@ -178,17 +178,17 @@ class WorkerPool:
         """Score a chunk in the process. False if the process can no longer be used."""
         call, proven = chunk[0].call, child.asked > 0
         samples = [job.sample for job in chunk if job.sample is not None]
-        request = {**call._asdict(), "apart": call in self._apart, "samples": samples}
+        request = {**call._asdict(), "apart": call in self._single_only, "samples": samples}
         try:
             reply = child.ask(request, seconds=START_LIMIT).row
         except (Ended, TimeoutError):
-            trouble = _trouble(child, f"not loaded after {START_LIMIT:g} s")
+            failure = _failure(child, f"not loaded after {START_LIMIT:g} s")
             if proven:  # it has worked before, so it ended while idle: retry this chunk
                 self._put(chunk)
-            elif trouble.startswith(CRASHED):
-                self._blame(chunk, True, trouble)
+            elif failure.startswith(CRASHED):
+                self._fail_or_retry(chunk, True, failure)
             else:
-                _fail(chunk, f"load: {trouble}")
+                _fail(chunk, f"load: {failure}")
             return False
         if "failed" in reply:
             _fail(chunk, f"load: {reply['failed']}")
@@ -205,8 +205,8 @@ class WorkerPool:
             try:
                 reply = child.answer(max(0.0, end - time.monotonic())).row
             except (Ended, TimeoutError):
-                trouble = _trouble(child, late(deadline, own=deadline < self.deadline))
-                self._blame(list(waiting.values()), together, trouble)
+                failure = _failure(child, late(deadline, own=deadline < self.deadline))
+                self._fail_or_retry(list(waiting.values()), together, failure)
                 return False
             if "apart" in reply:
                 together, apart = False, reply["apart"]
@@ -216,20 +216,20 @@ class WorkerPool:
                 waiting.pop(reply["index"]).future.set_result(score)
             if not together:
                 end = time.monotonic() + deadline
-        if apart and not failed and call not in self._apart:
-            self._apart.add(call)
+        if apart and not failed and call not in self._single_only:
+            self._single_only.add(call)
             problem = f"{call.verifier} cannot score several samples at once ({apart}), but each alone"
             logging.getLogger("saccade").warning("%s; from now on it is called with one sample at a time", problem)
         return True
 
-    def _blame(self, waiting: list[_Job], together: bool, reason: str) -> None:
+    def _fail_or_retry(self, waiting: list[_Job], together: bool, reason: str) -> None:
         """Fail the sample that was being scored, or retry it once after a crash; retry each alone if `together`."""
         suspects = waiting if together else waiting[:1]
         died = reason.startswith(CRASHED)
         for job in suspects:
-            if len(suspects) == 1 and (job.survived or not died):
+            if len(suspects) == 1 and (job.crashed_once or not died):
                 _fail([job], reason)
-            job.alone, job.survived = True, job.survived or died
+            job.alone, job.crashed_once = True, job.crashed_once or died
         self._put([job for job in waiting if not job.future.done()])
 
 
@@ -243,6 +243,6 @@ def _fail(jobs: Iterable[_Job], reason: str) -> None:
             job.future.set_result(Score(kind="error", reason=reason))
 
 
-def _trouble(child: Process, late: str) -> str:
+def _failure(child: Process, late: str) -> str:
     code = child.exit_code()
     return f"timeout: {late}" if code is None else f"{CRASHED}: the worker ended with code {code}"

@@ -31,7 +31,7 @@ class CallError(Exception):
         self.reason, self.facts = reason, facts
 
 
-class Written(NamedTuple):
+class CallSpan(NamedTuple):
     """A call in a turn: the span including its tags, and the text between them."""
 
     start: int
@@ -39,19 +39,19 @@ class Written(NamedTuple):
     body: str | None  # None: the tag is not closed
 
 
-def find(text: str, call: str, most: int) -> list[Written]:
+def find(text: str, call: str, most: int) -> list[CallSpan]:
     """The first calls of a turn, at most `most`. A call starts at the last opening tag before its closing tag, so an
     earlier mention of the tag does not start it.
     """
     opening, closing = f"<{call}>", f"</{call}>"
-    found: list[Written] = []
+    found: list[CallSpan] = []
     at = 0
     while len(found) < most and (close := text.find(closing, at)) >= 0:
         start, at = text.rfind(opening, at, close), close + len(closing)
         if start >= 0:
-            found.append(Written(start, at, text[start + len(opening) : close]))
+            found.append(CallSpan(start, at, text[start + len(opening) : close]))
     if not found and (start := text.find(opening)) >= 0:
-        found.append(Written(start, len(text), None))
+        found.append(CallSpan(start, len(text), None))
     return found
 
 

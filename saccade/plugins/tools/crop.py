@@ -3,7 +3,7 @@
 Crops, also those of crops, are cut from the original image at full resolution and resized for the model
 afterwards. This module decodes no pixels, and knows nothing of turns, tags or messages.
 
-    >>> views = Views(["a.png of 200x100"])
+    >>> views = EpisodeImages(["a.png of 200x100"])
     >>> zoom({"bbox_2d": [0, 0, 0.5, 1], "source": "original_image"}, views, EnvConfig(), unit=28)
 """
 
@@ -22,7 +22,7 @@ WHOLE = 0.95  # share of the source's area above which a crop counts as a no-op
 ROUNDING = 1e-6  # pixels of tolerance for float errors: 0.7 · 10 is 7.000000000000001
 
 
-class Views:
+class EpisodeImages:
     """The images of an episode by name. Only images that were shown are numbered as observations."""
 
     def __init__(self, media: Sequence[Media]) -> None:
@@ -54,7 +54,7 @@ class Views:
         return self.shown, name
 
 
-def zoom(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> tuple[Media, dict[str, Any]]:
+def zoom(arguments: Mapping[str, Any], views: EpisodeImages, env: EnvConfig, unit: int) -> tuple[Media, dict[str, Any]]:
     """Returns (crop, facts about it for the record). `unit`: pixels per side of an image token, used for absolute
     coordinates.
     """

@@ -24,13 +24,13 @@ from saccade.environments.texts import render_parts, render_text
 from saccade.media.images import open_media
 from saccade.plugins.tools import calls
 from saccade.plugins.tools.calculator import calculate
-from saccade.plugins.tools.calls import CallError, Written
-from saccade.plugins.tools.crop import Views, zoom
+from saccade.plugins.tools.calls import CallError, CallSpan
+from saccade.plugins.tools.crop import EpisodeImages, zoom
 from saccade.types import Media, Message, Sample
 
 # The result of a tool: a text or an image, and facts for the record.
-Shown = tuple[str | Media, Mapping[str, Any]]
-Tool = Callable[[Mapping[str, Any], Views, EnvConfig, int], Shown]
+ToolResult = tuple[str | Media, Mapping[str, Any]]
+Tool = Callable[[Mapping[str, Any], EpisodeImages, EnvConfig, int], ToolResult]
 
 
 def function_tool(function: Callable[..., Any]) -> Tool:
@@ -42,7 +42,7 @@ def function_tool(function: Callable[..., Any]) -> Tool:
         typed = inspect.signature(function, eval_str=True)
     wanted = {name: parameter.annotation for name, parameter in typed.parameters.items()}
 
-    def call(arguments: Mapping[str, Any], views: Views, env: EnvConfig, unit: int) -> Shown:
+    def call(arguments: Mapping[str, Any], views: EpisodeImages, env: EnvConfig, unit: int) -> ToolResult:
         given = dict(arguments)
         if "images" in signature.parameters:
             given["images"] = dict(views.media)
@@ -93,51 +93,51 @@ class ToolEnvironment:
         self.calls: list[dict[str, Any]] = []
 
     def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
-        self.views = Views(sample.media)
+        self.views = EpisodeImages(sample.media)
         return sample.messages
 
     def step(self, message: Message) -> Step:
         self.turn += 1
         text = message.text
-        written = calls.find(text, self.call, self.env.parallel_calls)
-        answered = (not written or written[0].body is None) and self.context.answer(text)
-        if answered or not written:
+        spans = calls.find(text, self.call, self.env.parallel_calls)
+        answered = (not spans or spans[0].body is None) and self.context.answer(text)
+        if answered or not spans:
             reason = "answered" if answered else "eos_no_answer"
             return Step((), None, True, {**self._info(), "end_reason": reason})
         parts: list[str | Media] = []
-        for call in written:
+        for span in spans:
             parts += ("\n",) if parts else ()
-            parts += self._answered(call, text)
-        failed = sum(not call["ok"] for call in self.calls[-len(written) :])
+            parts += self._run_call(span, text)
+        failed = sum(not call["ok"] for call in self.calls[-len(spans) :])
         penalty = -self.env.invalid_call_penalty * failed
         return Step((self._observation(parts),), penalty or None, False, self._info())
 
     def close(self) -> None:
         pass
 
-    def _answered(self, written: Written, text: str) -> Sequence[str | Media]:
+    def _run_call(self, span: CallSpan, text: str) -> Sequence[str | Media]:
         """Run a call and record it; returns the text and image that the policy sees."""
-        shown = text[written.start : written.end][: calls.LONGEST]
-        noted: dict[str, Any] = {"turn": self.turn, "name": None, "args": None}
-        noted |= {"span": [written.start, written.end], "text": shown, "ok": False, "reason": "", "observation": None}
-        self.calls.append(noted)
+        shown = text[span.start : span.end][: calls.LONGEST]
+        record: dict[str, Any] = {"turn": self.turn, "name": None, "args": None}
+        record |= {"span": [span.start, span.end], "text": shown, "ok": False, "reason": "", "observation": None}
+        self.calls.append(record)
         number = len(self.calls)
         try:
-            noted["name"], noted["args"] = name, arguments = self._read(written)
+            record["name"], record["args"] = name, arguments = self._read(span)
             content, facts = self.tools[name](arguments, self.views, self.env, self.context.unit)
         except CallError as error:
-            noted["reason"] = error.reason
+            record["reason"] = error.reason
             return render_parts("error", k=number, reason=render_text(error.reason, **error.facts))
-        noted |= {"ok": True, **facts}
+        record |= {"ok": True, **facts}
         if isinstance(content, str):
             return render_parts("result", k=number, text=content)
         place, name = self.views.add(content, facts.get("source"))
-        noted |= {"observation": place, "media": content.hash, "lineage": list(self.views.lineage[name])}
+        record |= {"observation": place, "media": content.hash, "lineage": list(self.views.lineage[name])}
         return render_parts("observation", k=number, name=name, image=content)
 
-    def _read(self, written: Written) -> tuple[str, Mapping[str, Any]]:
+    def _read(self, span: CallSpan) -> tuple[str, Mapping[str, Any]]:
         """Returns (name of the tool, arguments); raises CallError."""
-        body = calls.read(written.body)
+        body = calls.read(span.body)
         if self.call == "grounding":
             return "zoom", body
         name, arguments = body.get("name"), body.get("arguments", {})

@@ -61,7 +61,7 @@ def run(
             question, texts, planned = _turns(sample, rng, turns, mistakes, config)
             seconds = config.env.step_timeout
             try:
-                played, reason = play(question, texts, make(), most=turns, planned=planned, seconds=seconds)
+                played, reason = replay(question, texts, make(), most=turns, planned=planned, seconds=seconds)
             except (Failed, TimeoutError) as error:  # errors in the user's environment or tools
                 played, reason = sample, "env_error"
                 if not counts[reason]:
@@ -77,7 +77,7 @@ def run(
     return dict(counts)
 
 
-def play(
+def replay(
     sample: Sample, texts: list[str], world: Environment, *, most: int, planned: int | None = None, seconds: float = 60
 ) -> tuple[Sample, str]:
     """Returns (whole conversation, reason to skip it or ""). `planned`: number of calls that fail on purpose, if known;
@@ -86,11 +86,11 @@ def play(
     if len(texts) > most:
         return sample, "too_many_turns"
     try:
-        messages = list(_said(world.reset(sample, 0), seconds))
+        messages = list(_await_result(world.reset(sample, 0), seconds))
         info: dict[str, Any] = {}
         for number, text in enumerate(texts, 1):
             reply = Message(role="assistant", parts=(text,))
-            step = Step(*_said(world.step(reply), seconds))
+            step = Step(*_await_result(world.step(reply), seconds))
             info |= step.info
             messages.append(reply)
             if step.done and number < len(texts):
@@ -106,10 +106,10 @@ def play(
     finally:
         closed: Any = world.close
         with suppress(Failed, TimeoutError):  # a failing close does not matter: the episode is over
-            _said(closed(), seconds)
+            _await_result(closed(), seconds)
 
 
-def _said(outcome: Any, seconds: float) -> Any:
+def _await_result(outcome: Any, seconds: float) -> Any:
     """The result of an environment's step, waiting for one in another process; raises the environment's error."""
     if isinstance(outcome, EnvironmentCall):
         outcome.seconds = seconds
