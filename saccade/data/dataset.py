@@ -1,6 +1,6 @@
 """A data set in memory: its samples, where they are from, and what was excluded.
 
->>> print(data.summary); keep(data, lambda sample: None if sample.answer else "no answer")
+>>> print(data.summary); leave_out(data, lambda sample: None if sample.answer else "no answer")
 """
 
 import math
@@ -54,7 +54,7 @@ class Dataset:
     parts: tuple[Part, ...]
     quarantined: tuple[BadRow, ...] = ()
     overlong: tuple[BadRow, ...] = ()
-    left_out: tuple[BadRow, ...] = ()  # usable rows left out on purpose (see `keep`)
+    left_out: tuple[BadRow, ...] = ()  # usable rows left out on purpose (see `leave_out`)
     limit: str = PROMPT_LIMIT  # what overlong rows exceed, with its value
     shortened: int = 0
     filtered: int = 0  # rows that a mapping left out
@@ -107,9 +107,9 @@ class Dataset:
         return "\n".join(lines)
 
 
-def keep(dataset: Dataset, unwanted: Callable[[Sample], str | None]) -> Dataset:
-    """Remove samples for which `unwanted` returns a reason; they are listed in `left_out`."""
-    reasons = [unwanted(sample) for sample in dataset.samples]
+def leave_out(dataset: Dataset, reason_of: Callable[[Sample], str | None]) -> Dataset:
+    """Remove samples for which `reason_of` returns a reason; they are listed in `left_out`."""
+    reasons = [reason_of(sample) for sample in dataset.samples]
     flags = [reason is None for reason in reasons]
     before = [0, *accumulate(flags)]
     moved = tuple(replace(p, start=before[p.start], stop=before[p.stop]) for p in dataset.parts)

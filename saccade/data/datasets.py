@@ -19,7 +19,7 @@ from typing import Any
 
 from saccade.config import DataConfig, DataSource
 from saccade.data.chats import RowError
-from saccade.data.dataset import PROMPT_LIMIT, BadRow, Dataset, Part, keep, refuse_first, too_many
+from saccade.data.dataset import PROMPT_LIMIT, BadRow, Dataset, Part, leave_out, refuse_first, too_many
 from saccade.data.formats import FOR_REWARDS, FORMATS, OpenImage, detect, read_row, row_id, writable
 from saccade.data.records import content_hash
 from saccade.data.sources import Row, open_source
@@ -28,11 +28,11 @@ from saccade.errors import ConfigError, DataError
 from saccade.media.blob_file import Spill
 from saccade.media.images import ImageError
 from saccade.media.kinds import open_any
-from saccade.media.media_files import located, source_kind
+from saccade.media.media_files import resolve_path, source_kind
 from saccade.registry import HOOKS, Table
 from saccade.types import Media, Sample
 
-__all__ = ["BadRow", "Dataset", "Part", "Stream", "keep", "load"]
+__all__ = ["BadRow", "Dataset", "Part", "Stream", "leave_out", "load"]
 
 DETECTION_ROWS = 100
 FILE_NAME = re.compile(r".+\.\w{2,5}")
@@ -209,7 +209,7 @@ class _Reader:
             for name in FOR_REWARDS
             if isinstance(given := sample.extra.get(name), str)
             and FILE_NAME.fullmatch(given)  # a level may be a text of many lines
-            and os.path.isfile(path := located(given, folder, self.config))
+            and os.path.isfile(path := resolve_path(given, folder, self.config))
         }
         return replace(sample, extra={**sample.extra, **found}) if found else sample
 

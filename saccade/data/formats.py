@@ -20,7 +20,7 @@ import numpy as np
 
 from saccade.config import DataConfig
 from saccade.data.chats import MediaSource, RowError, Turns, arrange, parse_json, read_chat
-from saccade.data.records import CANONICAL, content_hash, plain
+from saccade.data.records import CANONICAL, content_hash, json_data
 from saccade.errors import ConfigError, DataError
 from saccade.media.kinds import KINDS
 from saccade.registry import Table
@@ -287,7 +287,7 @@ def _gold(value: Any, gold: Callable[[str], str], choices: tuple[str, ...]) -> s
     is_index = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(choices)
     if is_index and str(value) not in choices:
         return LETTERS[value]
-    return json.dumps(plain(value), ensure_ascii=False)
+    return json.dumps(json_data(value), ensure_ascii=False)
 
 
 def _extra(row: Mapping[str, Any], used: Collection[str], format: Format) -> dict[str, Any]:

@@ -12,14 +12,14 @@ from saccade.types import Message, Sample
 CANONICAL = ("messages", "pairs", "sides", "labels")  # formats of canonical rows, whose column `extra` is unpacked
 
 
-def plain(value: Any) -> Any:
+def json_data(value: Any) -> Any:
     """Convert any value to JSON data, for hashes and reports; bytes become their hash."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): json_data(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [json_data(item) for item in value]
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
+        return json_data(value.tolist())
     if isinstance(value, bytes):
         return f"sha256:{hashlib.sha256(value).hexdigest()}"
     if value is None or isinstance(value, str | int | float | bool):
@@ -33,7 +33,7 @@ def content_hash(sample: Sample, *, everything: bool = False) -> str:
     if sample.candidates:
         content += [[_content(candidate) for candidate in sample.candidates], sample.desirable]
     if everything:
-        content += [sample.id, sample.data_source, plain(sample.extra)]
+        content += [sample.id, sample.data_source, json_data(sample.extra)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 

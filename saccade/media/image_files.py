@@ -1,7 +1,7 @@
 """Image files: header, completeness, EXIF orientation, and pixels as RGB. Where the bytes come from does not
 matter here.
 
-    with opened(data, "a.png") as image:
+    with open_image(data, "a.png") as image:
         upright_size(image, data, "a.png")
 """
 
@@ -50,7 +50,7 @@ def _readable() -> tuple[str, ...]:
     return tuple(name for name in READABLE if name in Image.OPEN)
 
 
-def opened(data: bytes, name: str) -> Image.Image:
+def open_image(data: bytes, name: str) -> Image.Image:
     if not data:
         raise ImageError(f"{name}: empty file")
     try:

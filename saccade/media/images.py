@@ -18,8 +18,8 @@ from PIL import Image
 
 from saccade.config import DataConfig
 from saccade.media.blob_file import encoded
-from saccade.media.image_files import ImageError, is_complete, opened, orientation, upright_rgb, upright_size
-from saccade.media.media_files import DEFAULT_LIMITS, read, reference
+from saccade.media.image_files import ImageError, is_complete, open_image, orientation, upright_rgb, upright_size
+from saccade.media.media_files import DEFAULT_LIMITS, make_media, read
 from saccade.types import Media, root_hash
 
 MAX_ASPECT = 200
@@ -36,7 +36,7 @@ def open_media(
     """A reference to the image in `source`; relative paths start from `base`."""
     file = read(source, base, limits)
     name, data, _ = file
-    with opened(data, name) as image:
+    with open_image(data, name) as image:
         millions = image.width * image.height / 1e6
         if millions > limits.max_megapixels:
             seen = f"{image.width}x{image.height} is {millions:.0f} megapixels"
@@ -49,7 +49,7 @@ def open_media(
     low, high = min_pixels or limits.min_pixels, max_pixels or limits.max_pixels
     if low > high:
         raise ImageError(f"{name}: min_pixels {low} is above max_pixels {high}")
-    media = reference(file, width=size[0], height=size[1], min_pixels=low, max_pixels=high)
+    media = make_media(file, width=size[0], height=size[1], min_pixels=low, max_pixels=high)
     if not complete:  # rare, so let the decoder say whether pixels are missing
         decode(media)
     return media
@@ -59,11 +59,11 @@ def decode(media: Media) -> np.ndarray:
     """Upright RGB pixels, uint8 [height, width, 3]: first frame, alpha on white, box cut out."""
     name = media.path or f"image {media.hash[:12]}"
     data = encoded(media)
-    with opened(data, name) as image:
+    with open_image(data, name) as image:
         size = _padded_size(*upright_size(image, data, name))
         try:
             if image.format == "PNG":  # Pillow decodes it even if a checksum is wrong
-                opened(data, name).verify()
+                open_image(data, name).verify()
             rgb = upright_rgb(image, orientation(image, data, name))
         except Exception as error:  # broken files make Pillow raise almost anything
             raise ImageError(f"{name}: cannot be decoded: {error}") from None

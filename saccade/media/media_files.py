@@ -43,7 +43,7 @@ def read(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     return READERS[source_kind(source, base)](source, base, limits)
 
 
-def reference(file: Encoded, kind: str = "image", **shown: Any) -> Media:
+def make_media(file: Encoded, kind: str = "image", **shown: Any) -> Media:
     """A medium in `file`; its hash covers what is shown of it."""
     content = hashlib.sha256(file.data).hexdigest()
     data = file.data if file.path is None else None
@@ -70,7 +70,7 @@ def _is_base64(text: str, base: Path | None) -> bool:
     return not (fits_a_path and (base or Path()).joinpath(text).is_file())
 
 
-def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
+def resolve_path(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
     """Resolve a path relative to `base`; `data.allow_outside` says which paths may be outside of it."""
     if not str(source).strip():
         raise ImageError("its path is empty; give one, or leave the image out of the row")
@@ -89,7 +89,7 @@ def located(source: str | Path, base: Path | None, limits: DataConfig) -> Path:
 
 
 def _from_path(source: str | Path, base: Path | None, limits: DataConfig, name: str | None = None) -> Encoded:
-    path, name = located(source, base, limits), name or str(source)[:200]
+    path, name = resolve_path(source, base, limits), name or str(source)[:200]
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that no file system allows
         if os.path.exists(path):
             what = "a folder" if os.path.isdir(path) else "not a regular file"

@@ -61,7 +61,7 @@ class Chat:
     eos_ids: frozenset[int] = frozenset()
     think_prefilled: bool = False  # the generation prompt already opens <think>
     begin: tuple[int, ...] = ()  # ids that start a conversation, missing from the template
-    lists: bool = False  # the template reads text only from lists of content items
+    needs_lists: bool = False  # the template reads text only from lists of content items
     expand: Expand | None = None  # (rendered text, media) → text with one placeholder per medium
     ids_of: Callable[[Media], np.ndarray] | None = None  # medium → ids in place of its placeholder; None: repeat it
 
@@ -227,7 +227,7 @@ class Chat:
         # Without media the parts are joined first, so special tokens that span two parts are found, too.
         shown = message.parts if message.media else (message.text,)
         parts: list[Any] = [self._shown(part) for part in shown]
-        listed = self.lists or not all(isinstance(part, str) for part in parts)
+        listed = self.needs_lists or not all(isinstance(part, str) for part in parts)
         items = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
         return {"role": message.role, "content": items if listed else "".join(parts)}
 
@@ -263,12 +263,12 @@ class Chat:
 
     def _encode_after(self, text: str) -> np.ndarray:
         """Ids of a text that continues another, without the space that some tokenizers put before their input."""
-        if not self._adds_blanks:
+        if not self._adds_space:
             return self._encode(text)
         return self._encode("\n" + text)[len(self._encode("\n")) :]
 
     @cached_property
-    def _adds_blanks(self) -> bool:
+    def _adds_space(self) -> bool:
         line, alone, behind = (self._encode(t).tolist() for t in ("\n", "a", "\na"))
         return behind[: len(line)] == line and behind[len(line) :] != alone
 
@@ -328,7 +328,7 @@ def load_chat(
     added = tokenizer.added_tokens_decoder
     reserved = tuple(token for token, i in tokenizer.get_added_vocab().items() if i in added and added[i].special)
     probe = Chat(tokenizer=tokenizer, template=template, placeholders=placeholders, reserved=reserved)
-    probe = replace(probe, lists=_reads_lists(probe))
+    probe = replace(probe, needs_lists=_needs_lists(probe))
     _, after = probe._around_probe((), generation=False)
     special = {tokenizer.convert_tokens_to_ids(token) for token in reserved}
     tail = [i for i in probe._encode(after).tolist() if i in special]
@@ -344,7 +344,7 @@ def load_chat(
     )
 
 
-def _reads_lists(chat: Chat) -> bool:
+def _needs_lists(chat: Chat) -> bool:
     """Whether the template drops, or fails on, content that is text instead of a list of items."""
     try:
         return PROBE not in chat.text_of((_QUESTION, _REPLY), generation=False)

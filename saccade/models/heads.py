@@ -95,7 +95,7 @@ def attach_score(model: nn.Module, *, seed: int) -> None:
     """
     assert not hasattr(model, "score"), "the model has a score head already"
     score = nn.Linear(_size(model), 1, bias=False, device="meta")
-    score.weight = drawn(model, 1, seed)
+    score.weight = random_weight(model, 1, seed)
     old = model.get_output_embeddings()  # type: ignore[operator]
     for owner in [*model.modules()]:  # the head may belong to a submodule
         for name in [name for name, part in owner.named_children() if part is old]:
@@ -152,10 +152,10 @@ def _text(model: Any) -> Any:
     return model.config.get_text_config()
 
 
-def drawn(model: nn.Module, count: int, seed: int) -> nn.Parameter:
+def random_weight(model: nn.Module, count: int, seed: int) -> nn.Parameter:
     """A random head weight [count, E]. In fp32 even on a bf16 model: it costs nothing, and a score is a sum of
     thousands of products. Drawn on the CPU, so a seed gives the same head on every device.
     """
     like, size = next(model.parameters()), _size(model)
-    drawn = torch.randn(count, size, generator=torch.Generator().manual_seed(seed)) / (size + 1)
-    return nn.Parameter(drawn.to(like.device, torch.promote_types(like.dtype, torch.float32)))
+    values = torch.randn(count, size, generator=torch.Generator().manual_seed(seed)) / (size + 1)
+    return nn.Parameter(values.to(like.device, torch.promote_types(like.dtype, torch.float32)))

@@ -131,7 +131,7 @@ def hidden_states(
         if places is None:
             spans = [np.arange(span.start, span.end) for span in media]
             places = to_device(np.concatenate(spans), ids.device)
-        options = (family.embed or embedded)(model, ids, places, features)
+        options = (family.embed or decoder_inputs)(model, ids, places, features)
     whole: Any = model
     output = decoder_of(whole)(
         position_ids=positions[:, None] if family.axes > 1 else positions,
@@ -142,7 +142,7 @@ def hidden_states(
     return output.last_hidden_state.squeeze(0)
 
 
-def embedded(
+def decoder_inputs(
     model: Any, ids: Tensor, places: Tensor, features: Tensor, *, seen: Sequence[int] | None = None
 ) -> dict[str, Any]:
     """Decoder inputs with features in place of embeddings. `seen`: ids to replace; None: all ids at `places`."""

@@ -4,7 +4,7 @@ The adapters are injected in place, so the module tree stays that of transformer
 it like any other model. Saved are the model with merged adapters, and the adapters alone in peft's format.
 
     add(model, family, LoraConfig(rank=16), seed=0)
-    with switched_off(model): ...      # the model as it was
+    with without_adapters(model): ...      # the model as it was
 """
 
 from collections.abc import Iterator, Mapping
@@ -102,7 +102,7 @@ def target_names(model: nn.Module, family: Family, config: LoraConfig) -> list[s
     return chosen
 
 
-def four_bit(family: Family, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def four_bit_options(family: Family, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Options of `from_pretrained` that store the language model's linear layers as nf4 and compute in `dtype`. Head
     and vision tower are small and are not quantised.
     """
@@ -151,7 +151,7 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     (a collective of all ranks that hold a shard). One at a time, so that no second copy of the model is in memory.
     """
     layers = {f"{name}.base_layer.weight": layer for name, layer in _layers(model)}
-    for name, parameter in _without_adapters(model):
+    for name, parameter in _base_parameters(model):
         weight = _unpacked(parameter)
         if name in layers:
             weight = _with_adapter(weight, layers[name])
@@ -160,12 +160,12 @@ def merged(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def merged_shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...], int]]:
     """Name, shape and bytes of each parameter of `merged`, without computing it."""
-    for name, parameter in _without_adapters(model):
+    for name, parameter in _base_parameters(model):
         whole = getattr(parameter, "quant_state", None) or parameter
         yield name.replace(".base_layer.", "."), tuple(whole.shape), whole.shape.numel() * whole.dtype.itemsize
 
 
-def _without_adapters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     adapted = is_adapted(model)
     return ((name, p) for name, p in model.named_parameters() if not (adapted and f".{NAME}." in name))
 
@@ -189,7 +189,7 @@ def _unpacked(parameter: nn.Parameter) -> Tensor:
 
 
 @contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> Iterator[None]:
     """Context manager: the model computes without its adapters."""
     for _, layer in _layers(model):
         layer.enable_adapters(False)
@@ -201,7 +201,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def swapped_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+def with_adapters(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Context manager: the model computes with these adapter weights."""
     mine = copy_adapters(model)
     _set_adapters(model, tensors)

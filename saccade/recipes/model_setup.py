@@ -101,7 +101,7 @@ def load_policy(
         dtype=dtype,
         device=device,
         trust_remote_code=config.model.trust_remote_code,
-        options=lora.four_bit(family, dtype, device) if train == "qlora" else None,
+        options=lora.four_bit_options(family, dtype, device) if train == "qlora" else None,
         seed=config.run.seed,
         by_rows=HOOKS["by_rows"](config.train, device)
         if divided and config.run.gpus > 1 and train != "qlora"

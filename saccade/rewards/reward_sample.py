@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from saccade.system.codec import plain
+from saccade.system.codec import jsonable
 from saccade.types import Media, Message, Sample, Score
 
 
@@ -69,7 +69,7 @@ _HERE = {"media", "asked", "replied", "unreadable"}  # fields that never leave t
 def to_json(sample: RewardSample, *, brief: bool = False) -> str:
     """`brief` leaves out fields that no isolated built-in verifier reads; `turns` is sent only if there are several."""
     left_out = _HERE | (_BULKY | ({"turns"} if len(sample.turns) < 2 else set()) if brief else set())
-    return json.dumps({name: value for name, value in vars(sample).items() if name not in left_out}, default=plain)
+    return json.dumps({name: value for name, value in vars(sample).items() if name not in left_out}, default=jsonable)
 
 
 def reward_sample(sample: Sample, response: str, **fields: Any) -> RewardSample:

@@ -20,7 +20,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from saccade.errors import DataError
-from saccade.system.codec import VERSION, Arrays, MissingFile, decode, encode, files_of, plain
+from saccade.system.codec import VERSION, Arrays, MissingFile, decode, encode, files_of, jsonable
 from saccade.system.contents import File, text_file
 from saccade.types import Group, Sample, Trajectory
 
@@ -55,7 +55,7 @@ def record_files(name: str, rows: Sequence[Mapping[str, Any]], arrays: Arrays) -
     """The files of encoded records and of the arrays that they name."""
     # safetensors writes the raw memory of an array, so a view has to be made contiguous.
     dense = {key: np.array(array, order="C") for key, array in arrays.items()}
-    text = json.dumps({"version": VERSION, name: rows}, default=plain)
+    text = json.dumps({"version": VERSION, name: rows}, default=jsonable)
     return [(f"{name}.safetensors", partial(save_file, dense)), (f"{name}.json", text_file(text))]
 
 

@@ -37,7 +37,7 @@ class MissingFile(LookupError):
     """A medium whose file is neither in the arrays, nor shared, nor at a path. The message is its hash."""
 
 
-def plain(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
     """For `json.dumps`: arrays and sets as lists, anything else that JSON cannot hold as text."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -182,7 +182,7 @@ def _file(values: Mapping[str, Any], arrays: Mapping[str, np.ndarray], shared: M
 def pack(row: Any, arrays: Mapping[str, np.ndarray] = NO_ARRAYS) -> list[memoryview]:
     """The bytes of a block, in pieces, so that arrays are not copied."""
     listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
-    head = json.dumps([row, listed], default=plain).encode()
+    head = json.dumps([row, listed], default=jsonable).encode()
     data = [array.ravel().view(np.uint8).data for array in arrays.values()]
     return [memoryview(LENGTH.pack(len(head)) + head), *data]
 

@@ -27,7 +27,7 @@ class AdapterReference:
 
     def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]:
         model = self.policy.model
-        with lora.swapped_adapters(model, self.adapters) if self.adapters else lora.switched_off(model):
+        with lora.with_adapters(model, self.adapters) if self.adapters else lora.without_adapters(model):
             return self.policy.logprobs(batches, scoring)
 
     def blend(self, source: Iterable[tuple[str, Tensor]], share: float) -> None:

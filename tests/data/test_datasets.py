@@ -1,7 +1,7 @@
 import pytest
 
 from saccade.config import DataConfig, DataSource
-from saccade.data.datasets import keep, load
+from saccade.data.datasets import leave_out, load
 from saccade.data.formats import FORMATS
 from saccade.errors import ConfigError, DataError
 from saccade.media.images import decode
@@ -164,7 +164,7 @@ def test_too_many_bad_rows_stop_with_the_first_five(jsonl):
 
 def test_rows_left_out_are_counted_by_reason(jsonl):
     data = load([source(jsonl(qa(3))), source(jsonl(qa(2), "more.jsonl"))], DataConfig())
-    kept = keep(data, lambda sample: "the first" if sample.id.startswith("0") else None)
+    kept = leave_out(data, lambda sample: "the first" if sample.id.startswith("0") else None)
     assert [(row.source, row.row) for row in kept.left_out] == [("rows", 1), ("more", 1)]
     assert [(part.start, part.stop) for part in kept.parts] == [(0, 2), (2, 3)]
     assert kept.summary.endswith("2 rows left out: the first")

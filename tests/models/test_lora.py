@@ -117,7 +117,7 @@ def test_a_fresh_or_silent_adapter_is_the_base_model(adapted, load, family_of, f
     assert (scores(model, family, batches) == base).all()
     move(model)
     assert np.abs(scores(model, family, batches) - base).max() > 0.01
-    with pytest.raises(RuntimeError), lora.switched_off(model):
+    with pytest.raises(RuntimeError), lora.without_adapters(model):
         assert (scores(model, family, batches) == base).all()
         raise RuntimeError  # after which it is on again
     assert np.abs(scores(model, family, batches) - base).max() > 0.01
@@ -187,7 +187,7 @@ def test_over_four_bit_weights(family_of, forests, stock, tmp_path, name=VISION)
     """Only the language model is packed; what is written are whole weights, with the outputs of the packed ones."""
     pytest.importorskip("bitsandbytes")
     family, batches = family_of(name), forests(name)
-    options = lora.four_bit(family, torch.float32, CPU)
+    options = lora.four_bit_options(family, torch.float32, CPU)
     model = load_model(family, dtype=torch.float32, device=CPU, options=options)
     packed = {n for n, p in model.named_parameters() if p.dtype == torch.uint8}
     assert len(packed) == 14 and {family.tower_of(name) for name in packed} == {"llm"}

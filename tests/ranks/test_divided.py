@@ -113,7 +113,7 @@ def fresh(family: Family, dtype: torch.dtype, packed: bool = False) -> Any:
     """A copy: to read the files takes ten times as long."""
     key, cpu = (family.path, dtype, packed), torch.device("cpu")
     if key not in LOADED:
-        options = lora.four_bit(family, dtype, cpu) if packed else None
+        options = lora.four_bit_options(family, dtype, cpu) if packed else None
         LOADED[key] = load_model(family, dtype=dtype, device=cpu, options=options)
     return deepcopy(LOADED[key])
 

@@ -20,8 +20,8 @@ import numpy as np
 from saccade import checks
 from saccade.config import Config, DataSource
 from saccade.config import load as load_config
-from saccade.data.datasets import BadRow, Dataset, keep, load
-from saccade.data.records import plain
+from saccade.data.datasets import BadRow, Dataset, leave_out, load
+from saccade.data.records import json_data
 from saccade.errors import ConfigError, DataError, SelfTestError
 from saccade.media import kinds
 from saccade.media.images import ImageError
@@ -69,7 +69,7 @@ class Report:
     def to_json(self) -> str:
         named = asdict(replace(self, samples={}))
         del named["samples"]
-        return json.dumps(plain(named), indent=2, ensure_ascii=False)
+        return json.dumps(json_data(named), indent=2, ensure_ascii=False)
 
 
 def run(config: Any, *, headers_only: bool = False, workers: int = 2, command: str | None = None) -> Report:
@@ -149,7 +149,7 @@ def check_data(
     contents: dict[str, frozenset[str]] = {}
     bad: list[BadRow] = []
     for split, data in sets:
-        sound = keep(data, lambda sample: _problem(sample, broken))
+        sound = leave_out(data, lambda sample: _problem(sample, broken))
         good[split] = (*good.get(split, ()), *sound.samples)
         contents[split] = contents.get(split, frozenset()) | data.contents
         bad += [*data.quarantined, *sound.left_out[len(data.left_out) :]]
@@ -206,7 +206,7 @@ def _read(command: str, split: str, sources: Sequence[DataSource], config: Confi
             used = pairs.load_pairs(config, sources, family, paired=from_config(config.dpo).whole)
     data = load(sources, config.data, marks=questions.marks_of(family))
     taken, place = set(_places(used)), {data.samples[n].id: at for n, at in enumerate(_places(data))}
-    kept = keep(data, lambda sample: None if place[sample.id] in taken else "the command drops it")
+    kept = leave_out(data, lambda sample: None if place[sample.id] in taken else "the command drops it")
     return replace(kept, quarantined=used.quarantined, overlong=used.overlong, left_out=used.left_out)
 
 

@@ -93,7 +93,7 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
         freeze(model, family, train)
         trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     head = model.get_output_embeddings().weight
-    if train == "qlora":  # `lora.four_bit` packs linear layers only, and experts are none
+    if train == "qlora":  # `lora.four_bit_options` packs linear layers only, and experts are none
         packed = sum(
             module.weight.numel()
             for name, module in model.named_modules()

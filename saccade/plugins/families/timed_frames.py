@@ -18,7 +18,7 @@ from torch import Tensor
 
 from saccade.models.families import QWEN_VL, Family
 from saccade.models.families.qwen_vl import patch_embedding_as_matrix
-from saccade.models.load import embedded
+from saccade.models.load import decoder_inputs
 from saccade.types import Media, MediaSpan
 
 KEPT = 4096  # videos whose ids are remembered
@@ -78,7 +78,7 @@ def with_times(family: Family, trusted: bool) -> Family:
         positions=lambda length, media: family.positions(length, pictures(media)),
         media=host_media,
         features=features,
-        embed=partial(embedded, seen=list(placeholders.values())),
+        embed=partial(decoder_inputs, seen=list(placeholders.values())),
     )
 
 

@@ -28,7 +28,7 @@ from saccade.plugins.judges.http_client.chat_client import encode
 from saccade.plugins.judges.http_client.sender import Reply, RequestQueue, Sender, Target, key_from
 from saccade.plugins.judges.service_protocol import PROTOCOL, read_reply, request_for
 from saccade.rewards.reward_sample import RewardSample
-from saccade.system.codec import plain
+from saccade.system.codec import jsonable
 from saccade.types import Media, Score
 
 SECTION = "reward.remote"
@@ -147,7 +147,7 @@ class Remote:
             return
         body = request_for(samples, request_id=uuid.uuid4().hex, template=self.config.template)
         body |= {"images": images} if images else {}
-        data, began = json.dumps(body, default=plain).encode(), time.monotonic()
+        data, began = json.dumps(body, default=jsonable).encode(), time.monotonic()
         until = began + self.config.deadline
         scores = self._sender.send("POST", "", data, lambda reply: read_reply(reply, len(jobs)), until)
         self._queue.timed(time.monotonic() - began)

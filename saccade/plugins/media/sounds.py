@@ -23,7 +23,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.media.blob_file import encoded
 from saccade.media.image_files import ImageError
 from saccade.media.kinds import MediaKind
-from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read, reference
+from saccade.media.media_files import DEFAULT_LIMITS, Encoded, make_media, read
 from saccade.types import Media
 
 RATE = 16_000
@@ -43,7 +43,7 @@ def open_sound(source: Any, *, base: Path | None = None, limits: DataConfig = DE
         raise ImageError(f"{name}: {length / RATE:.3f} seconds of sound are too short")
     if length > LONGEST and limits.long_audio == "reject":
         raise ImageError(f"{name}: {length / RATE:.1f} seconds; data.long_audio=truncate keeps the first 30")
-    return reference(file, "audio", width=min(length, LONGEST), height=1)
+    return make_media(file, "audio", width=min(length, LONGEST), height=1)
 
 
 def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:

@@ -25,7 +25,7 @@ from saccade.media import image_files, images
 from saccade.media.blob_file import encoded, require_unchanged, shown_hash
 from saccade.media.images import ImageError
 from saccade.media.kinds import PAIR, PIXELS, MediaKind
-from saccade.media.media_files import DEFAULT_LIMITS, SCHEMES, located, read, reference
+from saccade.media.media_files import DEFAULT_LIMITS, SCHEMES, make_media, read, resolve_path
 from saccade.types import Media
 
 DEFAULT_DURATION = 100  # milliseconds of a frame without a duration
@@ -63,7 +63,7 @@ def open_video(source: Any, *, base: Path | None = None, limits: DataConfig = DE
         raise ImageError(f"{file.name}: frames must be an even number of indices below {film.frames}, not {chosen}")
     pace = len(chosen) / film.frames * film.rate
     shape = {"width": film.width, "height": film.height}
-    return reference(file, "video", **shape, frames=chosen, fps=pace, rate=film.rate, **budget)
+    return make_media(file, "video", **shape, frames=chosen, fps=pace, rate=film.rate, **budget)
 
 
 def sampled(total: int, *, rate: float, fps: float, least: int, most: int) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ def _pictures(source: Any, base: Path | None, limits: DataConfig) -> list[Any] |
     if isinstance(source, list | tuple | np.ndarray):
         return list(source)
     if isinstance(source, str | Path) and len(str(source)) < 1024 and not str(source).startswith(tuple(SCHEMES)):
-        folder = located(source, base, limits)
+        folder = resolve_path(source, base, limits)
         if os.path.isdir(folder):
             return sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURES)
     return None
@@ -158,7 +158,7 @@ def _is_animation(data: bytes) -> bool:
 
 
 def _probe_animation(data: bytes, name: str) -> Film:
-    with image_files.opened(data, name) as image:
+    with image_files.open_image(data, name) as image:
         try:
             image.load()  # needed for the duration of a WebP frame
             frames = getattr(image, "n_frames", 1)
@@ -168,7 +168,7 @@ def _probe_animation(data: bytes, name: str) -> Film:
 
 
 def _animation_frames(name: str, data: bytes, wanted: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-    with image_files.opened(data, name) as image:
+    with image_files.open_image(data, name) as image:
         for index in wanted:
             try:
                 image.seek(index)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.data.chats import PLACEHOLDER, RowError, escape
-from saccade.data.records import plain
+from saccade.data.records import json_data
 from saccade.data.sources import Row
 from saccade.errors import ConfigError, DataError, SaccadeError
 from saccade.plugins.preferences.preference_rows import OTHER
@@ -128,7 +128,7 @@ def _compared(name: str, pair: Pair, row: Mapping[str, Any], seed: int) -> Row:
     if missing := [what for what, value in needed.items() if value is None]:
         return RowError(f"the row has no {missing[0]} where mapping {name} looks for it")
     shown = pair.a, pair.b
-    drawn = hashlib.sha256(json.dumps([seed, plain([pair.prompt, *shown])]).encode()).digest()[0] % 2
+    drawn = hashlib.sha256(json.dumps([seed, json_data([pair.prompt, *shown])]).encode()).digest()[0] % 2
     swapped = bool(drawn) and pair.critique is None  # a critique names the sides as they were given
     extra = {n: v for n, v in row.items() if n != "id" and not _raw(v)}
     if swapped:

@@ -53,7 +53,7 @@ def load_pairs(
     limit = "dpo.max_tokens" if check is None else "reward_model.max_tokens"
     read = ("dialogue", family.render_dialogue)
     data = questions.load_worded(config, sources, family, word, limit=limit, read=read, measure=measure)
-    return data if check else datasets.keep(data, _undecided)
+    return data if check else datasets.leave_out(data, _undecided)
 
 
 def _undecided(sample: Sample) -> str | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.models.heads import SavedHead, blocks_of, drawn
+from saccade.models.heads import SavedHead, blocks_of, random_weight
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard, read_card
 
 
@@ -30,7 +30,7 @@ class RewardHead(SavedHead):
         """
         super().__init__(REWARD_FILE)
         self.card = card
-        self.weight = drawn(like, len(card.heads), seed)
+        self.weight = random_weight(like, len(card.heads), seed)
         size = self.weight.shape[1]
         if size % card.pooling_heads:
             why = f"{card.pooling_heads} does not divide the hidden size {size} of this model"
@@ -41,7 +41,7 @@ class RewardHead(SavedHead):
         self.query.requires_grad_(card.pooling == "attention")
         self.log_scale.requires_grad_(first_log_scale != 0)
         if card.head == "mlp":
-            self.inner = nn.Parameter(drawn(like, size, seed + 1).data * size**0.5)
+            self.inner = nn.Parameter(random_weight(like, size, seed + 1).data * size**0.5)
             self.gain = nn.Parameter(torch.ones_like(self.query))
         if stored is not None and not self.weight.is_meta:
             tensors = load_file(stored / REWARD_FILE)

@@ -53,7 +53,7 @@ class PairRows:
         """Load the rows that label at least one of the heads."""
         check_row = lambda sample: (self._labels(sample), margin_of(sample))  # noqa: E731
         data = pairs.load_pairs(self.config, sources, self.family, paired=True, check=check_row)
-        return datasets.keep(data, self._unlabelled)
+        return datasets.leave_out(data, self._unlabelled)
 
     def check(self, samples: Sequence[Sample]) -> None:
         """Raise ConfigError if there is a head by which no training row prefers a side."""

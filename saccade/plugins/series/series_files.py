@@ -21,7 +21,7 @@ from saccade.config import DataConfig
 from saccade.media.blob_file import encoded
 from saccade.media.image_files import ImageError
 from saccade.media.kinds import MediaKind
-from saccade.media.media_files import DEFAULT_LIMITS, Encoded, read, reference
+from saccade.media.media_files import DEFAULT_LIMITS, Encoded, make_media, read
 from saccade.types import Media
 
 # In Python 3.11, parsing literals (of an NPY header) is not thread-safe: it occasionally raises SystemError.
@@ -48,7 +48,7 @@ def open_series(source: Any, *, base: Path | None = None, limits: DataConfig = D
     if samples > limits.max_series and limits.long_series == "reject":
         what = f"{samples} samples, data.max_series is {limits.max_series}"
         raise ImageError(f"{file.name}: {what}; data.long_series=truncate keeps the first ones")
-    return reference(file, "series", width=min(samples, limits.max_series), height=leads)
+    return make_media(file, "series", width=min(samples, limits.max_series), height=leads)
 
 
 def decode(media: Media) -> np.ndarray:
