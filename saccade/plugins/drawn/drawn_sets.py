@@ -82,9 +82,8 @@ def write_set(draw: Draw, plan: Plan) -> str:
     require_writable(path, "OUT", file=True)
     plan.folder.mkdir(parents=True, exist_ok=True)
     several = ProcessPoolExecutor(plan.workers, get_context("spawn")) if plan.workers > 1 else nullcontext()
-    digest = hashlib.sha256()
     answers, unfit = defaultdict[str, Counter[str]](Counter), list[str]()
-    columns = dict[str, None]()
+    digest, columns = hashlib.sha256(), dict[str, None]()
     with several as processes, finished_file(path) as file:
         work, numbers = partial(_draw_row, draw, plan), range(plan.rows)
         for row, found in processes.map(work, numbers, chunksize=ROWS_PER_TASK) if processes else map(work, numbers):
