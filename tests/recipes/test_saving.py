@@ -19,7 +19,7 @@ from saccade.run.checkpoint import complete_steps
 from saccade.run.loggers import read_metrics
 from saccade.run.training_run import Run
 from saccade.system import devices
-from saccade.trainer.local import LocalBackend
+from saccade.trainer.local import LocalTrainer
 
 THREAD = "checkpoint"
 
@@ -226,7 +226,7 @@ def test_a_run_that_lost_a_rank_saves_no_more_and_ends_with_what_to_do(
     tmp_path, sft_config, monkeypatch, capsys, options, end
 ):
     """After the stacks of all other ranks."""
-    train_step, calls = LocalBackend.train_step, []
+    train_step, calls = LocalTrainer.train_step, []
 
     def losing(self, *arguments, **more):
         calls.append(1)
@@ -234,7 +234,7 @@ def test_a_run_that_lost_a_rank_saves_no_more_and_ends_with_what_to_do(
             raise RankLost("rank 1 on a died: killed\n-- rank 0 on a was at:\n  File")
         return train_step(self, *arguments, **more)
 
-    monkeypatch.setattr(LocalBackend, "train_step", losing)
+    monkeypatch.setattr(LocalTrainer, "train_step", losing)
     monkeypatch.setattr(Run, "phase", lambda run, name: run.display.phase(name))  # before the update: during rollouts
     with pytest.raises(RankLost) as caught:
         sft.run(sft_config(tmp_path) | SFT | options)

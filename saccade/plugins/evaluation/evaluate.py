@@ -105,7 +105,7 @@ def _evaluate(
     opened = evaluator_of(config, family, folder, answers=answers, command="eval", name=folder.name)
     results = list[Result]()
     with closing(TrajectoryWriter(folder)) as writer, opened as (evaluator, console):
-        for line in filter(None, (checks.not_counted(config, "eval"), idle)):
+        for line in filter(None, (checks.ignored_options(config, "eval"), idle)):
             log.info(line)
         for dataset in sets.values():
             parts.test_rewards(config, evaluator.scorer, dataset.samples)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from saccade.checks.steps import own_settings
+from saccade.checks.steps import val_by_set
 from saccade.config import Config, ValConfig
 from saccade.errors import ConfigError
 from saccade.models.families import Family
@@ -31,7 +31,7 @@ SAMPLES = {
 def what_answers(config: Config, model: str) -> dict[str, str]:
     """The model, the prompt and the sampling, as a report shows them."""
     prompt = config.prompt.format
-    own = {f"sampling of {name}": _sampling(val) for name, val in own_settings(config).items()}
+    own = {f"sampling of {name}": _sampling(val) for name, val in val_by_set(config).items()}
     return {
         "model": model,
         "engine": config.rollout.engine,

@@ -19,7 +19,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 
-from saccade.checks import unread
+from saccade.checks import why_ignored
 from saccade.errors import ConfigError
 from saccade.plugins.reports.episodes import episode_of, inside, question_of, thumbnail
 from saccade.plugins.reports.eval_report import eval_report, is_evaluation, read_facts, read_results, what_answered
@@ -64,7 +64,7 @@ def show_run(runs: Runs, run: str) -> Json:
     folder = _folder(runs, run)
     options = dict(_flat(read_options(folder, _said_elsewhere))) if (folder / CONFIG).exists() else {}
     if is_evaluation(folder):
-        read = {name: value for name, value in options.items() if not unread(name, "eval")}
+        read = {name: value for name, value in options.items() if not why_ignored(name, "eval")}
         return {"report": plain(replace(eval_report(folder), title=run)), "options": read}
     return {"report": plain(replace(run_report(folder), title=run)), "options": options}
 
