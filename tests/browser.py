@@ -1,4 +1,4 @@
-"""A real browser, for tests of pages; they are skipped where there is none."""
+"""A real browser for tests of pages, which are skipped without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def page_data(page: Path) -> Any:
 
 
 class Browser:
-    """Chromium, driven by playwright; each visit is to a page of its own."""
+    """Chromium, driven by playwright; each visit opens a new page."""
 
     def __init__(self) -> None:
         from playwright.sync_api import sync_playwright
@@ -32,10 +32,10 @@ class Browser:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
         self._chromium = self._driver.chromium.launch(executable_path=CHROMIUM, args=flags)
         self.page: Any = None
-        self.troubles: list[str] = []  # what the console of the page complained of, and what it asked the network for
+        self.troubles: list[str] = []  # errors of the page and its console, and requests to the network
 
     def visit(self, url: str) -> None:
-        if self.page:  # it may be asking its server for ever
+        if self.page:  # it may poll its server for ever
             self.page.close()
         self.page, self.troubles = self._chromium.new_page(), (troubles := [])
         near = ("file:", "data:", "about:")
@@ -55,8 +55,8 @@ class Browser:
         return self.page.evaluate(code)
 
     def until(self, code: str) -> Any:
-        """Asks again and again from here: the policy of our pages forbids what `wait_for_function` does. What is not
-        there yet throws.
+        """Polls until the expression is true; one that throws is not true yet. The content security policy of our pages
+        forbids `wait_for_function`.
         """
         for _ in range(600):
             if value := self.run(f"(() => {{ try {{ return {code} }} catch {{ return null }} }})()"):

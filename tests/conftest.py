@@ -1,4 +1,4 @@
-"""What every test shares: one thread per process, no network, the folder of real data."""
+"""Settings and fixtures of all tests: one thread per process, no network, the folder of real data, tiny models."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # torch is imported by the tests that need it
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# bitsandbytes, which peft imports, asks for compiled functions that nothing here calls: seconds of each process.
+# bitsandbytes, which peft imports, compiles functions that no test calls: this saves seconds in each process.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# Objects of torch and transformers stay; to look among them for garbage takes a seventh of the time of the tests.
+# Objects of torch and transformers live on; scanning them for garbage takes a seventh of the tests' time.
 gc.set_threshold(50_000, 20, 100)
-# No test turns the power off, and a disk takes milliseconds to answer: thousands of times.
+# No test needs durability, and thousands of fsyncs take milliseconds each.
 os.fsync = lambda _: None  # type: ignore[assignment]
 
 with suppress(ImportError):  # the environment of vLLM has no hypothesis
@@ -53,7 +53,7 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
-    """What a test draws does not depend on the tests that its process ran before."""
+    """Seeds torch, so that random numbers do not depend on the earlier tests of the process."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.manual_seed(0)
@@ -61,15 +61,15 @@ def same_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def quick_configs() -> None:
-    """transformers checks the types of a config by writing it out for a message that nobody reads."""
+    """Makes configs of transformers cheap to print: its type checks build an error message that is never shown."""
     if (module := sys.modules.get("transformers.configuration_utils")) is not None:
         module.PreTrainedConfig.__repr__ = object.__repr__
 
 
 @pytest.fixture(autouse=True)
 def same_kernels() -> Iterator[None]:
-    """On a CPU without bfloat16 torch gives up oneDNN at the first such product, for all types and
-    for good; a later test in this process would round differently from a fresh process.
+    """Turns oneDNN on again after each test: on a CPU without bfloat16, torch switches it off for all types at the
+    first product in bfloat16, and later tests would round differently from a fresh process.
     """
     yield
     torch = sys.modules.get("torch")
@@ -79,7 +79,7 @@ def same_kernels() -> Iterator[None]:
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """Messages of the package, as a terminal would show them."""
+    """A list that collects the messages of the package, as a terminal would show them."""
     from saccade.run.messages import shown_by
 
     texts: list[str] = []
@@ -113,7 +113,7 @@ def counting(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def described(tmp_path: Path) -> Path:
-    """A model folder in which only a config lies."""
+    """A model folder that holds only a config."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2_vl"}')
     return tmp_path / "model"
@@ -129,7 +129,7 @@ def word_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def _options(model: str, rows: Path, **more: Any) -> Callable[..., dict[str, Any]]:
-    """Makes configs of four small steps: (folder, other options with __ for a dot)."""
+    """Returns a function of a folder and options (__ for a dot) that makes configs of four small steps."""
     always: dict[str, Any] = {
         "run.max_steps": 4, "run.device": "cpu", "model.path": model, "data.train": str(rows), "prompt.instruction": "",
         "train.prompts_per_step": 4, "track.tensorboard": False,
@@ -152,7 +152,7 @@ def rl_config(scenes: Path, word_model: str) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def sft_config(scenes: Path, word_model: str) -> Callable[..., dict[str, Any]]:
-    """Four supervised steps on the answered scenes; two of them are the first half of a run of four."""
+    """Four supervised steps on the answered scenes, with a constant rate: two steps are the first half of four."""
     schedule = {"train__lr": 2e-3, "train__schedule": "constant", "train__warmup": 0}
     return _options(word_model, scenes / "shown.jsonl", **schedule)
 
@@ -199,7 +199,7 @@ def same_weights(tensors: Callable[..., dict[str, Any]]) -> Callable[..., bool]:
 
 @pytest.fixture(scope="session")
 def numbers() -> Callable[[Path], list[dict[str, Any]]]:
-    """The metrics of a run without what a clock or the memory of the machine has a say in."""
+    """The metrics of a run, without those that depend on time or on the machine's memory."""
 
     def read(folder: Path) -> list[dict[str, Any]]:
         from saccade.run.loggers import read_metrics
@@ -217,7 +217,7 @@ def numbers() -> Callable[[Path], list[dict[str, Any]]]:
 def resumed(
     tmp_path: Path, same_weights: Callable[..., bool], numbers: Callable[[Path], list[dict[str, Any]]]
 ) -> Callable[..., tuple[Path, Path]]:
-    """Runs a config, and its last step again from the checkpoint before, with the same bits; both last checkpoints."""
+    """Runs a config, then its last step again from the checkpoint before; asserts equal bits; both last checkpoints."""
 
     def run(recipe: Callable[..., Any], config: dict[str, Any]) -> tuple[Path, Path]:
         whole, again = (tmp_path / name for name in ("whole", "again"))
@@ -239,13 +239,13 @@ def resumed(
 
 
 LONGEST = ("tests/peers", "tests/test_", "tests/trainer", "tests/models", "tests/recipes")
-WAITING = ("tests/ranks/", "tests/engines/replicas/")  # for processes, which have little to do
-BETWEEN = 7  # files that compute
+WAITING = ("tests/ranks/", "tests/engines/replicas/")  # these mostly wait for processes
+BETWEEN = 7  # computing files between two waiting ones
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take whole files (groups of xdist 3.8 are lost with pytest 9.2), in this order: one of them waits while
-    the others compute, and none waits at the end for a long one.
+    """Orders the files, which workers take whole (groups of xdist 3.8 are lost with pytest 9.2): long ones first, so
+    that none is left at the end, and waiting ones spread out, so that one worker waits while the others compute.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -277,7 +277,7 @@ def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Famil
 
 @pytest.fixture(scope="session")
 def load(family_of: Callable[[str], Family]) -> Callable[..., Any]:
-    """A fresh copy of the weights of a tiny model, in fp32 unless said."""
+    """A fresh copy of the weights of a tiny model, by default in fp32."""
 
     def fresh(name: str, dtype: str = "float32") -> Any:
         import torch
@@ -291,7 +291,7 @@ def load(family_of: Callable[[str], Family]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="session")
 def stock(family_of: Callable[[str], Family]) -> Callable[..., Any]:
-    """The same weights as transformers itself runs them: the independent reference."""
+    """The same weights in the model class of transformers: the independent reference."""
 
     @functools.cache
     def loaded(name: str, dtype: str = "float32") -> Any:
@@ -322,7 +322,7 @@ def image() -> Callable[..., Media]:
 
 @pytest.fixture
 def on_disk(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Callable[[Media], Media]:
-    """Files inside of rows lie on disk, in TMPDIR, however few they are; this puts one there."""
+    """Files inside rows are spilled to TMPDIR, whatever their size; returns a function that spills one."""
     from saccade.media import blob_file
 
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("spill")))
@@ -357,7 +357,7 @@ def grow(image: Callable[..., Media]) -> Callable[..., Group]:
         members = [m if any(s == Source.POLICY for _, s, _ in m) else [*m, *piece(Source.POLICY, ())] for m in members]
         if size > 2:
             members[1] = members[0]  # an exact duplicate
-            members[2] = [*members[0], *piece(Source.POLICY, ())]  # one that goes on where it ends
+            members[2] = [*members[0], *piece(Source.POLICY, ())]  # a continuation of it
         trajectories = tuple(to_trajectory(family, m, uid, r, rng) for r, m in enumerate(members))
         sample = Sample(id=uid, messages=(Message(role="user", parts=("x",)),))
         return Group(sample=sample, uid=uid, trajectories=trajectories)

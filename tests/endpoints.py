@@ -69,7 +69,7 @@ def call(address: str, method: str, path: str, body: Any = None, **headers: str)
 
 @dataclass(frozen=True, kw_only=True)
 class Says:
-    """What the scripted server does with one request."""
+    """The scripted server's reply to one request, `after` so many seconds."""
 
     status: int = 200
     body: Any = None
@@ -85,7 +85,7 @@ def chat_answer(text: str, **more: Any) -> Says:
 
 @contextmanager
 def scripted(script: Sequence[Says] | Callable[[dict[str, Any]], Says], *, port: int = 0) -> Iterator[Endpoint]:
-    """Answers request after request from the script, or by a function of its body."""
+    """A server that answers requests in the order of the script, or by a function of the request's body."""
     endpoint, lines, lock = (Endpoint(url=""), iter(() if callable(script) else script), threading.Lock())
 
     class Handler(BaseHTTPRequestHandler):
@@ -125,7 +125,7 @@ def scripted(script: Sequence[Says] | Callable[[dict[str, Any]], Says], *, port:
 
 
 def shown_to_judge(body: dict[str, Any]) -> tuple[str, str]:
-    """The reference and the answer in the question to a judge."""
+    """The reference and the answer in a request to a judge."""
     content = body["messages"][0]["content"]
     text = content if isinstance(content, str) else content[-1]["text"]
     return tuple(  # type: ignore[return-value]

@@ -22,7 +22,7 @@ ROWS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("public_rows.yaml
 
 
 def write_all(root: Path, image: Any, names: Collection[str] = ROWS) -> Path:
-    """Every suite, or some; pictures and sounds that rows name lie beside them."""
+    """Write every suite, or those in `names`, with the pictures and sounds that their rows name."""
     sound = io.BytesIO()
     with wave.open(sound, "wb") as heard:
         heard.setparams((1, 2, 16000, 0, "NONE", ""))

@@ -146,7 +146,7 @@ def test_smoke_shrinks_the_run_and_keeps_its_kind(counting, described):
 
 def test_example_rows_stand_in_for_data_that_are_not_here(tmp_path, counting):
     out = f"run.out={tmp_path}"
-    for name in ("text_rpp-smoke", "smoke/rl/text_rpp"):  # somebody's run, an earlier smoke test
+    for name in ("text_rpp-smoke", "smoke/rl/text_rpp"):  # a user's run, an earlier smoke test
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "notes.txt").touch()
     recipe = Path(__file__).parent.parent / "configs" / "text_rpp.yaml"
@@ -161,7 +161,7 @@ def test_example_rows_stand_in_for_data_that_are_not_here(tmp_path, counting):
     assert own.data.train[0].path == str(counting) and replaced[0].endswith("train: gone.jsonl")
     result = run("rl", str(recipe), out, "--smoke", "data.train=gone.jsonl")
     assert result.exit_code == 2 and "gone.jsonl does not exist" in result.stderr
-    alone = tmp_path / "text_rpp.yaml"  # nothing lies beside it
+    alone = tmp_path / "text_rpp.yaml"  # no example rows beside it
     alone.write_text(recipe.read_text())
     result = run("rl", str(alone), out, "--smoke")
     assert result.exit_code == 2 and "data.train: data/" in result.stderr
@@ -184,12 +184,12 @@ def test_a_run_is_repeated_from_the_options_that_were_chosen(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "2+2?"}\n')
     result = run("rl", str(tmp_path / "rows.jsonl"))
     assert result.exit_code == 2 and "give it as data.train=" in result.stderr
-    result = run("rl", str(tmp_path / "config.yaml"))  # read, and what it lacks is said
+    result = run("rl", str(tmp_path / "config.yaml"))  # read; refused for what it lacks
     assert result.exit_code == 2 and "data.train" in result.stderr
 
 
 def unread(monkeypatch, *arguments):
-    """Exit code of a command whose reader left before the first line."""
+    """Exit code of a command whose output pipe is closed before the first line."""
     reads, writes = os.pipe()
     os.close(reads)
     with monkeypatch.context() as now, os.fdopen(writes, "w") as pipe:

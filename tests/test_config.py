@@ -203,7 +203,7 @@ def test_all_gpus_are_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", ["../escape", "", "..", "a\\b"])
 def test_a_run_stays_inside_of_its_folder(name: str) -> None:
-    """What is there may be removed: a smoke test takes the place of the last one."""
+    """A name outside it would be dangerous: a smoke test deletes the folder of the last one."""
     assert "run.name: expects one folder name such as geo-1; run.out" in refusal({"run.name": name})
     assert "generate.output: expects a file inside the run fold" in refusal({"generate.output": name})
     assert load({"run.name": "..läufe"}).run.name == "..läufe"
@@ -228,7 +228,7 @@ def test_names_from_elsewhere_lead_to_options_of_ours() -> None:
         key = theirs.partition("=")[0]
         assert load(None, [f"{key}={ours}"]) and "write " in refusal(None, theirs), theirs
     leaves = [name.rsplit(".", 1)[-1] for name in known if name.count(".") == 1]
-    # Names of ours that mean something else there are asked about.
+    # The only one of these names that is also an option of ours, with another meaning.
     assert {name for name in elsewhere if leaves.count(name) == 1} == {"beta"}
 
 
@@ -239,7 +239,7 @@ def test_keys_of_the_docs_lead_to_the_options_beside_them() -> None:
         keys = [key.lstrip("-.") for key in re.findall(r"`(--\w+|[\w.]*\.\w+)[^`]*`", theirs)]
         wanted = [name for name in re.findall(r"`([\w.]+)`", ours) if name in known or ".args." in name]
         found = [meant_by(key) for key in keys]
-        # In the same order where there is one for each.
+        # One to one in the same order if there are as many of each.
         right = found == wanted if len(keys) == len(wanted) else set(found) <= set(wanted)
         assert right or not wanted, (keys, found, wanted)
         seen += len(keys) * bool(wanted)
@@ -248,7 +248,7 @@ def test_keys_of_the_docs_lead_to_the_options_beside_them() -> None:
 
 
 def test_every_key_of_a_foreign_file_is_answered() -> None:
-    """The docs hold the names; here their sections are opened, and those of ours are left."""
+    """The names are those in the docs; nested sections are searched, and keys that are ours give no message."""
     actor = {"optim": {"lr": 1e-6}, "fsdp": {"enable_full_shard": True}}
     worker = {"actor": actor, "critic": {"optim": {"lr": 1e-5}}, "rollout": {"n": 5}}
     trainer = {"max_steps": 7, "val_only": False}
@@ -299,7 +299,7 @@ def test_arguments_of_a_preset_stay_with_it() -> None:
     assert load(chosen, ["algorithm.args.clip_low="]).algorithm.args == {"clip_high": 0.3, "dual_clip": 3.0}
     assert (load(None).algorithm.kl.kind, load({"algorithm.kl.place": "reward"}).algorithm.kl.kind) == ("k3", "k1")
     (tis,) = load({"algorithm.correct": [{"name": "tis.token", "high": 3}]}).algorithm.correct
-    assert tis.model_dump() == {"name": "tis.token", "high": 3}  # nothing that its function knows
+    assert tis.model_dump() == {"name": "tis.token", "high": 3}  # nothing that its function has as a default
     assert [load({"dpo.loss": loss}).dpo.beta for loss in ("ipo", "simpo", "kto")] == [0.1, 2.0, 0.01]
 
 

@@ -45,21 +45,21 @@ SHOWN = {"rl": "reward/mean", "sft": "sft/loss", "dpo": "dpo/loss", "reward-mode
 
 
 def command_of(name):
-    """As the first line of the recipe says."""
+    """The command in the first line of the recipe."""
     _, command, path = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0].split()[1:]
     assert path == f"configs/{name}.yaml"
     return command
 
 
 def with_rows(name):
-    """The recipe with the example rows beside it."""
+    """The recipe, with the example rows beside it as its data."""
     config, replaced = with_examples(load(FILES[name]), FILES[name])
     assert replaced
     return config
 
 
 def small(name, command, out):
-    """As `--smoke` makes it."""
+    """The recipe as `--smoke` makes it."""
     config = smoke(load(with_rows(name), command=command), command)
     config = load(config, [f"run.out={out}", "track.tensorboard=false", "run.device=cpu"])
     check(config, command)
@@ -68,7 +68,7 @@ def small(name, command, out):
 
 @pytest.fixture
 def rewards_here(monkeypatch):
-    """Nothing hangs in these tests, and a process of a verifier takes seconds to start."""
+    """Runs verifiers in this process: none hangs here, and a process takes seconds to start."""
     for name, verifier in VERIFIERS.items():
         monkeypatch.setitem(VERIFIERS, name, replace(verifier, isolated=False))
 
@@ -101,7 +101,7 @@ def test_every_kind_that_a_name_suggests_has_a_tiny_model():
 
 
 def kind_of(name):
-    """What recipes of one kind run; their algorithms run in tests/recipes/test_presets, rewards and rows below."""
+    """One recipe of each kind is run; algorithms run in tests/recipes/test_presets, rewards and rows below."""
     config, command = load(FILES[name]), command_of(name)
     learned = any(term.verifier == "model" for term in config.reward.terms)
     parts = (config.env.name, config.rollout.engine, config.model.train, learned)
@@ -158,7 +158,7 @@ def test_rl_as_in_lightrft_warms_up_and_falls_to_a_tenth():
     assert rates == pytest.approx([1e-6 / 30, 1e-6, 5.5e-7, 1e-7])
 
 
-# What the right answer earns in the shape that the prompt asks for: answer and format together.
+# The reward of the right answer in the format that the prompt asks for, for recipes where it is unusual.
 FULL = {
     **dict.fromkeys(("iter_dpo", "rejection_sampling"), 1.5),
     **dict.fromkeys(("lightrft_aqa", "lightrft_grm_rl", "lightrft_grm_sft"), 2.0),

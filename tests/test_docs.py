@@ -1,4 +1,4 @@
-"""Pages of docs/: every one is in the site, their links lead somewhere, and the ledger names what there is."""
+"""Pages of docs/: every one is in the site, links have targets, and the ledger names files and commands that exist."""
 
 import re
 from pathlib import Path

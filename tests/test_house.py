@@ -1,5 +1,5 @@
-"""Rules of the house: imports point one way, siblings do not know each other, what a running step shows, and what
-signatures say.
+"""Rules of the code base: imports point one way, parts of one level do not import each other, signatures are small, and
+the loss is few calls from the loop.
 """
 
 import ast
@@ -70,7 +70,7 @@ def nodes(tree: ast.AST) -> list[ast.AST]:
 
 
 def names_of(node: ast.AST) -> list[str]:
-    """What an import names."""
+    """The modules that an import statement names."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -92,14 +92,14 @@ def test_imports_point_to_lower_levels_or_stay_at_home():
             if target is None or target == here or target == "__version__":
                 continue
             top = LEVEL_OF[here] == len(LEVELS) - 1
-            files = LEVEL_OF[here] == 0  # single files of one level may lean on each other
+            files = LEVEL_OF[here] == 0  # single files of the lowest level may import each other
             if LEVEL_OF[target] > LEVEL_OF[here] or (LEVEL_OF[target] == LEVEL_OF[here] and not (top or files)):
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
     assert wrong == []
 
 
 def edges() -> dict[str, set[str]]:
-    """Which modules of the package each one imports, those for type checkers included."""
+    """Module -> modules of the package that it imports, including those imported for type checkers only."""
     trees = dict(modules())
     names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in trees}
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
@@ -130,19 +130,19 @@ def test_no_module_imports_itself_by_way_of_others():
 
 
 def test_an_estimate_imports_no_ranks():
-    """They need torch.distributed and FSDP, which takes seconds."""
+    """Ranks import torch.distributed and FSDP, which takes seconds."""
     found = {name for name in reached("saccade.plugins.estimate.estimate_command", edges()) if ".ranks." in name}
     assert found == {"saccade.plugins.ranks.layouts"}
 
 
 def test_the_spine_imports_no_plugin():
-    """Their rows come through `registry.py`; the command line imports what a command asks for."""
+    """Rows of plugins come through `registry.py`; the command line imports the plugin of the command."""
     spine = [(path, tree) for path, tree in modules() if part_of(path) not in ("plugins", "cli", "__init__")]
     assert [path for path, tree in spine for name in imported(tree) if name.startswith("saccade.plugins")] == []
 
 
 def private_members(tree: ast.Module) -> set[str]:
-    """What the classes of a module call their own: methods, and what they store in themselves."""
+    """Private names of the classes of a module: methods, and attributes that they set."""
     inside = [node for cls in nodes(tree) if isinstance(cls, ast.ClassDef) for node in nodes(cls)]
     named = {node.name for node in inside if isinstance(node, ast.FunctionDef)}
     named |= {node.attr for node in inside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
@@ -151,7 +151,7 @@ def private_members(tree: ast.Module) -> set[str]:
 
 def test_private_members_are_read_where_they_are_made():
     own = {path: private_members(tree) for path, tree in modules()}
-    everyone = set().union(*own.values()) - {"_fields"}  # which every named tuple shows
+    everyone = set().union(*own.values()) - {"_fields"}  # public in every named tuple
     wrong = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} {ast.unparse(node)}"
         for path, tree in modules()
@@ -177,7 +177,7 @@ def test_optional_libraries_are_never_imported_at_the_top_of_a_module():
 
 
 def test_what_needs_no_torch_imports_none():
-    """The command line, and what processes of rewards and environments import."""
+    """The command line, and the imports of reward and environment processes."""
     code = """
 import sys
 import saccade
@@ -201,7 +201,7 @@ print({"torch", "transformers", "datasets", "pandas", "sympy"} & set(sys.modules
 
 @cache
 def functions() -> list[tuple[str, str, ast.FunctionDef]]:
-    """Every function of the package: its file, its name with that of its class, and itself."""
+    """Every function of the package: its file, its name with that of its class, and its node."""
     found = []
     for path, tree in modules():
         owners = {
@@ -226,7 +226,7 @@ def test_only_the_border_sees_a_whole_config() -> None:
         if one.annotation is not None and "Config" in ast.unparse(one.annotation).strip("'").split(" | ")
     }
     assert found <= set(READ_CONFIG)
-    # Records hold what they read of it, but for those of plugins.
+    # Outside plugins, records hold the values they need, not a config.
     held = {
         path.relative_to(PACKAGE).parts[0]
         for path, tree in modules()
@@ -241,13 +241,13 @@ def test_no_function_has_more_than_eight_parameters() -> None:
     found = {
         name
         for file, name, node in functions()
-        if len(parameters(node)) > 8 and not file.startswith("plugins/gpu/")  # kernels, and what launches them
+        if len(parameters(node)) > 8 and not file.startswith("plugins/gpu/")  # kernels and their launchers
     }
     assert found == set()
 
 
 def lines_of_code(path: Path, tree: ast.Module) -> int:
-    """Without blank lines, comments and docstrings."""
+    """The number of lines without blank lines, comments and docstrings."""
     texts = [node.body[0] for node in nodes(tree) if isinstance(node, DOCUMENTED) and ast.get_docstring(node)]
     told = {line for text in texts for line in range(text.lineno, (text.end_lineno or 0) + 1)}
     lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
@@ -255,8 +255,8 @@ def lines_of_code(path: Path, tree: ast.Module) -> int:
 
 
 def test_the_house_stays_small() -> None:
-    """The package was brought to 30 thousand lines, the tests to 32, before several GPUs, any model, rollouts ahead,
-    and what stands around a run. Limits are today's sizes, rounded up.
+    """The package was reduced to 30 thousand lines and the tests to 32, before several GPUs, any model, rollouts ahead,
+    and the tools around a run were added. Limits are today's sizes, rounded up.
     """
     sizes = {path.relative_to(PACKAGE): lines_of_code(path, tree) for path, tree in modules()}
     spine = sum(size for path, size in sizes.items() if path.parts[0] != "plugins")

@@ -131,7 +131,7 @@ def test_levels_of_a_game_are_answers(tmp_path):
     shown = (Message(role="user", parts=(Media(hash="a", width=9, height=9, path="a"),)),)
     played = Sample(id="a", messages=shown, answer="right", extra={"level": level[6:]})
     assert guess_reward([played])[0] == "sokoban"
-    graded = Sample(id="a", messages=(), answer="7", extra={"level": 3})  # of difficulty
+    graded = Sample(id="a", messages=(), answer="7", extra={"level": 3})  # a difficulty
     assert guess_reward([graded])[0] == "count"
     asked = (Message(role="user", parts=(Media(hash="a", width=9, height=9, path="a"), "where?")),)
     assert guess_reward([Sample(id="a", messages=asked, answer="[0, 1.5, 3, 4]")])[0] == "iou"
@@ -150,7 +150,7 @@ def test_init_finds_pictures_in_a_column_of_another_name_and_names_arguments(tmp
 
 
 def test_init_sends_pairs_and_labels_to_their_commands(tmp_path, described):
-    """With command lines whose options are in order."""
+    """The message holds command lines whose options pass the checks."""
     pair = {"prompt": "?", "chosen": "a", "rejected": "b"}
     label = {"input": "?", "output": "a", "label": 1}
     for row, what, commands in (

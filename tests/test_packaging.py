@@ -1,4 +1,4 @@
-"""What others install and launch: the wheel has every file of the package, launch files call what there is."""
+"""Packaging: the wheel has every file of the package, and launch files call commands that exist."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_script_of_the_images_makes_an_environment(built: Path, tmp_path: Path) -> None:
-    """All of its commands; the packages that the wheel needs are those of this environment."""
+    """Runs all commands of the script; the wheel's dependencies are those of this environment."""
     here = [path for path in sys.path if path.endswith("site-packages")]
     given = {"PIP_NO_DEPS": "1", "PIP_IGNORE_INSTALLED": "1", "TORCH_INDEX": "", "PYTHONPATH": os.pathsep.join(here)}
     given["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -69,7 +69,7 @@ def recipes() -> Iterator[Path]:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Dead links, pages that no menu has and names that the API lacks are warnings, which `--strict` refuses."""
+    """Dead links, pages missing in the menu and names missing in the API are warnings, which `--strict` refuses."""
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(
@@ -80,7 +80,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_launch_files_call_commands_that_there_are() -> None:
-    """Shells parse the scripts, the command line parses what compose and Kubernetes hand to it."""
+    """bash parses the scripts; the command line parses the arguments in the files of compose and Kubernetes."""
     job = next(one for one in documents("examples/kubernetes.yaml") if one["kind"] == "Job")
     shell, script, *_, config = (of_pod := job["spec"]["template"]["spec"]["containers"][0])["command"][1:]
     assert shell == "-c" and {one["name"]: one["value"] for one in of_pod["env"] if "value" in one} == {

@@ -1,4 +1,4 @@
-"""A package of somebody else adds rows to the tables, and a broken one harms nothing else."""
+"""A third-party package adds rows to the tables, and a broken one harms nothing else."""
 
 import json
 import os

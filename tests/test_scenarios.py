@@ -1,4 +1,4 @@
-"""What users of other frameworks suffer from, played through on a tiny model."""
+"""Problems that users of other frameworks have reported, tried on a tiny model."""
 
 import json
 import time
@@ -27,14 +27,14 @@ def rows_of(path):
 
 
 def command(name, config, folder):
-    """What the command line makes of a config."""
+    """The result of a command with this config as its file."""
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(load(config).model_dump(mode="json", exclude_unset=True)))
     return CliRunner().invoke(app, [name, str(file)], env={"COLUMNS": "300"})
 
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
-LIMIT = 260  # tokens: sixteen pictures of 16 would be cut at full size, 64 of 1 fit
+LIMIT = 260  # tokens: 16 pictures of 16 tokens do not fit, 64 pictures reduced to 1 token do
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_rewards_that_misbehave_cost_their_sample_only(tmp_path, rl_config, rewa
     assert len(members) == 24 and {"raised", "none", "nan"} <= kinds.keys()
     assert any("deadline" in kind or "timeout" in kind for kind in kinds), kinds
     assert row["reward/error_rate"] == pytest.approx(sum(kinds.values()) / 24)
-    # One that is left alone in its group has nothing to be compared with.
+    # A sample that is the only one left in its group has nothing to be compared with.
     assert row["policy/live_sequences"] == 24 - sum(kinds.values()) - row["group/singleton"]
     scored = [m["reward"] for m in members if m["status"] != "error"]
     assert None not in scored and row["reward/mean"] == pytest.approx(np.mean(scored))
@@ -151,7 +151,7 @@ def test_updates_that_are_not_finite_are_skipped_then_stop_the_run(
     assert checkpoint.complete_steps(tmp_path / "run" / "checkpoints") == [1, 2]
     assert same_weights(poisoned, tmp_path / "run" / "checkpoints" / "step-2")
     saved = sorted((tmp_path / "run" / "bad-batches").glob("step-*"))
-    steps = (1, 2) if kind == "ppo" else (1, 2, 3)  # the third of its critic ends the run
+    steps = (1, 2) if kind == "ppo" else (1, 2, 3)  # the critic's third ends the run
     assert [path.name for path in saved] == [f"step-{n}-{n}.npz" for n in steps]
     batch = np.load(saved[0])
     assert {"0/ids", "0/advantages", "0/keys", "0/media"} <= set(batch.files) and len(batch["0/ids"]) > 20

@@ -26,7 +26,7 @@ COUNTED_BYTES = 256 * 2**20
 
 
 def print_plan(config: Config, name: str, *, full: bool) -> None:
-    """What was chosen, or every option, then the arithmetic that follows from it."""
+    """Print the options that were set, or with `full` every option, then the batch arithmetic that follows."""
     algorithm = algorithm_of(config) if name == "rl" else None
     if config.reward.given:
         resolve_recipes(  # refuses unknown verifiers
@@ -47,7 +47,7 @@ def print_plan(config: Config, name: str, *, full: bool) -> None:
     if model_json(Path(config.model.path)).get("model_type", "") not in (
         "",
         *FAMILIES,
-    ):  # refused before weights are read
+    ):  # raises for a model that cannot be used
         import_module("saccade.recipes.model_setup").family_of(config, config.model.path)
     if name == "rl" or (name in ("sft", "dpo") and config.run.gpus > 1):
         import_module("saccade.plugins.estimate.estimate_command").preview(config, name)
@@ -132,7 +132,7 @@ def _answers(config: Config, command: str) -> list[tuple[str, str]]:
 
 def _steps(config: Config, per_step: int) -> list[tuple[str, str]]:
     weighted = any(source.weight is not None for source in config.data.train)
-    rows = None if weighted else total_rows(config.data.train)  # a mixture draws its epochs
+    rows = None if weighted else total_rows(config.data.train)  # a mixture by weights has no epochs
     if rows is not None and config.data.max_samples is not None:
         rows = min(rows, config.data.max_samples)
     per_epoch = "not counted" if rows is None else f"{rows / per_step:.4g} ({rows} rows)"
@@ -166,7 +166,7 @@ def count_rows(source: DataSource) -> int | None:
     from saccade.data.sources import open_source
 
     path = Path(source.path)
-    if path.suffix == ".parquet" and path.is_file():  # its footer knows, its rows may hold images
+    if path.suffix == ".parquet" and path.is_file():  # count by the footer: the rows may hold images
         from pyarrow import parquet
 
         return parquet.read_metadata(path).num_rows

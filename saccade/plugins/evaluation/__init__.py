@@ -1,1 +1,1 @@
-"""`saccade eval`: results of a model on sets, and scoring saved responses again."""
+"""`saccade eval`: evaluate a model on sets, or score saved responses again."""

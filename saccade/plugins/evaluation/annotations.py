@@ -1,7 +1,7 @@
-"""`saccade annotate FOLDER`: answers of an evaluation for a person to judge, and what the person said of them.
+"""`saccade annotate FOLDER`: exports the answers of an evaluation for a person to judge, and reads the verdicts back.
 
-A table holds one answer a row, with an empty column `human`. Read back, it gives how often the person and the verifier
-agree, with Cohen's kappa, and the evaluation with the person's verdicts in the place of the verifier's.
+The table has one answer per row and an empty column `human`. Reading it back computes how often person and verifier
+agree, with Cohen's kappa, and writes the evaluation with the person's verdicts in place of the verifier's.
 
     >>> round(kappa([(True, True), (True, True), (False, False), (True, False)]), 3)
     0.5
@@ -30,18 +30,18 @@ from saccade.system.disk import require_writable
 from saccade.types import ALWAYS_EXCLUDED
 
 Row = dict[str, Any]
-Verdicts = Sequence[tuple[bool, bool]]  # of the verifier and of the person
+Verdicts = Sequence[tuple[bool, bool]]  # (verifier, person): whether each judged the answer right
 KEY = ("set", "id", "repeat")
 SHOWN = (*KEY, "question", "media", "gold", "response", "extracted", "verifier", "human", "note")
 HUMAN = {"right": True, "1": True, "yes": True, "true": True, "wrong": False, "0": False, "no": False, "false": False}
 RESAMPLES = 2000
-FORMULA = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would run
-LONGEST = 1 << 30  # characters of an answer that is read back; the library refuses them from 131,072 on
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # a spreadsheet takes text that begins so for a formula
+LONGEST = 1 << 30  # limit on the characters of a CSV field; that of the csv module is 131,072
 
 
 def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False, seed: int = 0) -> int:
-    """The scored answers, or so many drawn of them, as CSV or JSON lines; returns how many. `hide` leaves out what the
-    verifier said, which sways people.
+    """Write the scored answers, or `rows` of them drawn at random, as CSV or JSON lines; returns how many. `hide` omits
+    the verifier's verdicts, which would bias the person.
     """
     if out.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"--out {out}: ends in neither .csv nor .jsonl; try --out answers.csv")
@@ -56,7 +56,7 @@ def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False
     if out.suffix == ".jsonl":
         out.write_text(to_lines(made), encoding="utf-8")
         return len(made)
-    with out.open("w", encoding="utf-8-sig", newline="") as file:  # with the mark by which spreadsheets know UTF-8
+    with out.open("w", encoding="utf-8-sig", newline="") as file:  # with a BOM, as spreadsheets expect
         writer = csv.DictWriter(file, SHOWN)
         writer.writeheader()
         writer.writerows({name: _harmless(value) for name, value in row.items()} for row in made)
@@ -64,7 +64,7 @@ def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False
 
 
 def _scored(folder: Path) -> list[Row]:
-    evaluated(folder)  # or refuse
+    evaluated(folder)  # raises if the folder is no evaluation
     rows = read_lines(folder / "samples.jsonl")
     return [row for row in rows if row.get("score") is not None and row.get("status") not in ALWAYS_EXCLUDED]
 
@@ -82,7 +82,7 @@ def _shown(row: Row, folder: Path, hide: bool) -> Row:
 
 
 def _file(medium: Mapping[str, Any], folder: Path) -> str:
-    """Where a picture is: its own file, or what the evaluation stored of one inside another file; else its hash."""
+    """A picture's own file, else the evaluation's copy (of one inside another file), else its hash."""
     stored = (folder / TRAJECTORIES / IMAGES).glob(f"{medium['hash']}.*")
     return str(medium.get("path") or next(stored, medium["hash"]))
 
@@ -95,7 +95,7 @@ def _harmless(value: Any) -> Any:
 
 
 def read_annotations(folder: Path, file: Path, out: Path | None = None) -> tuple[list[Table], Path]:
-    """How a person and the verifier agree; and the folder of the evaluation with the person's verdicts."""
+    """Returns tables of the agreement of person and verifier, and a new evaluation folder with the verdicts."""
     said = _verdicts(file)
     rows = read_lines(folder / "samples.jsonl")
     by_key = {_key(row): row for row in _scored(folder)}
@@ -103,7 +103,7 @@ def read_annotations(folder: Path, file: Path, out: Path | None = None) -> tuple
         raise ConfigError(f"{file}: {strange} is no scored answer of {folder}; name the folder it came from")
     pairs = {key: (by_key[key]["score"] >= RIGHT, verdict) for key, verdict in said.items()}
     sets: dict[str, list[tuple[bool, bool]]] = {}
-    items: dict[str, list[str]] = {}  # of each pair, what was asked
+    items: dict[str, list[str]] = {}  # set -> the question of each pair
     for key, pair in pairs.items():
         sets.setdefault(key[0], []).append(pair)
         items.setdefault(key[0], []).append(item_of(by_key[key]))
@@ -129,7 +129,7 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _verdicts(file: Path) -> dict[tuple[str, str, str], bool]:
-    """What the person filled in, by answer."""
+    """The person's verdicts: (set, id, repeat) -> right or wrong."""
     if not file.is_file():
         raise ConfigError(f"--read {file}: no such file; `saccade annotate FOLDER --out FILE` writes one")
     if file.suffix == ".jsonl":
@@ -139,7 +139,7 @@ def _verdicts(file: Path) -> dict[tuple[str, str, str], bool]:
             text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ConfigError(f"--read {file}: is no UTF-8 ({error}); save it as 'CSV UTF-8'") from None
-        separator = ";" if ";" in text.partition("\n")[0].partition(",")[0] else ","  # as some spreadsheets save
+        separator = ";" if ";" in text.partition("\n")[0].partition(",")[0] else ","  # some spreadsheets save `;`
         csv.field_size_limit(LONGEST)
         rows = [*csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)]
     found = dict[tuple[str, str, str], bool]()
@@ -162,7 +162,7 @@ def _verdicts(file: Path) -> dict[tuple[str, str, str], bool]:
 def _agreement(pairs: Verdicts, items: Sequence[str]) -> list[Cell]:
     both = np.array(pairs)
     agree, asked = float((both[:, 0] == both[:, 1]).mean()), len({*items})
-    low, high = wilson(agree * asked, asked)  # several answers to a question tell no more than one does
+    low, high = wilson(agree * asked, asked)  # n: questions, as answers to one are not independent
     value, (low_kappa, high_kappa) = kappa(pairs), kappa_interval(pairs, items)
     beyond: Cell = None if value is None else Estimate(value=value, low=low_kappa, high=high_kappa, percent=False)
     shares = [Estimate(value=float(side.mean())) for side in both.T]
@@ -174,7 +174,7 @@ def _agreement(pairs: Verdicts, items: Sequence[str]) -> list[Cell]:
 
 
 def kappa(pairs: Verdicts, weights: Sequence[int] | np.ndarray | None = None) -> float | None:
-    """Cohen's (1960): agreement beyond what both would reach by chance; None where both always say the same."""
+    """Cohen's kappa (1960), agreement beyond chance; None if person and verifier gave all answers the same verdict."""
     sides = np.array(pairs).T
     first, second, same = (np.average(one, weights=weights) for one in (*sides, sides[0] == sides[1]))
     chance = first * second + (1 - first) * (1 - second)
@@ -182,9 +182,8 @@ def kappa(pairs: Verdicts, weights: Sequence[int] | np.ndarray | None = None) ->
 
 
 def kappa_interval(pairs: Verdicts, items: Sequence[str]) -> tuple[float, float] | tuple[None, None]:
-    """Percentiles over questions that are drawn again, with all of their answers; draws in which kappa is not defined
-    do not count. None where one of the two says the same of every answer: kappa is 0 then, and nothing else could be
-    drawn.
+    """95 % percentile bootstrap over questions, each with all its answers; resamples in which kappa is not defined are
+    skipped. (None, None) if person or verifier gave all answers the same verdict: no resample has a kappa but 0 then.
     """
     if any(len({*side}) == 1 for side in zip(*pairs, strict=True)):
         return None, None
@@ -196,7 +195,7 @@ def kappa_interval(pairs: Verdicts, items: Sequence[str]) -> tuple[float, float]
 
 
 def _rescored(rows: Sequence[Row], said: Mapping[tuple[str, str, str], bool], out: Path) -> Path:
-    """The evaluation with the person's verdicts where there are some, as `saccade compare` reads it."""
+    """Write the evaluation with the person's verdicts, where given, as a folder that `saccade compare` reads."""
     if out.exists():
         raise ConfigError(f"--out {out}: exists; name a new folder")
     require_writable(out, "--out")

@@ -1,4 +1,4 @@
-"""What answers where nothing is trained: a model folder, or an endpoint."""
+"""Family, engine and evaluator of the commands that do not train: of a model folder, or of an HTTP endpoint."""
 
 import logging
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def answering_family(config: Config) -> Family:
 def answering_engine(
     config: Config, family: Family, *, logs: Path | None = None, answers: Path | None = None
 ) -> Engine:
-    """Over weights that it loads itself, or over an endpoint's own, whose answers are kept in the
+    """An engine that loads the model folder's weights, or a client of an endpoint, whose answers are cached in the
     folder `answers` unless the config names another.
     """
     rollout = config.rollout
@@ -42,12 +42,12 @@ def answering_engine(
 
 
 def model_name(config: Config, engine: Engine) -> str:
-    """As its endpoint calls it, or its folder."""
+    """The model's name at its endpoint, or its path in the config."""
     return getattr(engine, "model_name", config.model.path)
 
 
 def room(config: Config, family: Family) -> int:
-    """Tokens of a prompt with its answer; vllm and sglang are built for what the config may ask."""
+    """Most tokens of a prompt with its answer; vllm and sglang are started with the longest sequence of the config."""
     bounded = config.rollout.engine in ("vllm", "sglang")
     return min(family.max_positions, longest_sequence(config) if bounded else family.max_positions)
 
@@ -56,8 +56,8 @@ def room(config: Config, family: Family) -> int:
 def evaluator_of(
     config: Config, family: Family, folder: Path, *, answers: Path, command: str, name: str
 ) -> Iterator[tuple[Evaluator, Console]]:
-    """What answers and scores, with the console of a command, until the end of the block; says then what
-    endpoints were asked and what that cost, of the model and of a judge.
+    """Context manager: an evaluator (engine and scorer) and the console of a command. Logs at the end the requests to
+    endpoints of the model and the judge, and their cost.
     """
     scorer = parts.make_scorer(config)
     engine = answering_engine(config, family, logs=folder, answers=answers)

@@ -1,4 +1,4 @@
-"""Accuracy of parts of a set: by limit of turns, by turns that were used, by category and by source; and by the
+"""Accuracy of parts of a set: by limit of turns, by turns used, by category and by source; and pass@k and maj@k by the
 number of answers.
 
 breakdown = Breakdown(limits, lambda: RewardStream(scorer, family))
@@ -22,7 +22,7 @@ MOST_CATEGORIES = 40
 
 
 class Breakdown:
-    """Holds episodes as smaller limits of turns would have ended them, scored like any other."""
+    """Scores each episode also as smaller limits of turns would have cut it."""
 
     def __init__(self, limits: Limits, stream: Callable[[], Any]) -> None:
         self._limits = limits
@@ -30,7 +30,7 @@ class Breakdown:
         self._cut: dict[int, dict[tuple[str, int], Trajectory]] = {n: {} for n in limits.marks}
 
     def submit(self, sample: Any, trajectory: Trajectory) -> None:
-        """An episode as the limit of its turns would have ended it."""
+        """Take an episode that was cut at the limit `trajectory.turns`."""
         self._cut[trajectory.turns][trajectory.key] = trajectory
         self._streams[trajectory.turns].submit(sample, trajectory)
 
@@ -42,7 +42,7 @@ class Breakdown:
         return tables
 
     def _under(self, limit: int, group: Group) -> Group:
-        """The group as it is under that limit: cut where it would have struck."""
+        """The group under that limit: episodes that exceed it are replaced by their cut versions."""
         cut = self._cut[limit]
         struck = tuple(cut[t.key] for t in group.trajectories if t.key in cut)
         (scored,) = self._streams[limit].attach([replace(group, trajectories=struck)])
@@ -52,19 +52,19 @@ class Breakdown:
 
 
 def tables_of(groups: Sequence[Group], scores: Scores, *, several_turns: bool) -> dict[str, Table]:
-    """The tables that have rows, by name, without that of limits."""
+    """The tables that have rows, by name, without `by_limit`."""
     found = {"by_category": by_category, "by_source": by_source, "by_k": by_k}
     makers = found | ({"by_turns": by_turns} if several_turns else {})
     return {name: table for name, make in makers.items() if (table := make(groups, scores))}
 
 
 def by_category(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """A table for sets whose rows say what they are about; a column with many values is no category."""
+    """By the column `category` of the rows; empty without one, or with more than MOST_CATEGORIES values."""
     return _by(lambda group: str(group.sample.extra.get("category") or ""), groups, scores)
 
 
 def by_source(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """A table for sets whose rows come from several sources."""
+    """By the data_source of the rows; empty if all have the same."""
     several = len({group.sample.data_source for group in groups}) > 1
     return _by(lambda group: group.sample.data_source, groups, scores) if several else {}
 
@@ -78,8 +78,8 @@ def _by(name: Callable[[Group], str], groups: Sequence[Group], scores: Scores) -
 
 
 def by_k(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """For every number of answers up to that of a question: pass@k, unbiased, and maj@k, of the first k. An item that
-    lost an answer to an error is left out.
+    """For each k up to the number of answers to a question: pass@k (unbiased, for outcomes of 0 and 1 only), and maj@k
+    of the first k answers. Items that lost an answer to an error are left out.
     """
     own = [group for group in groups if group.sample.data_source not in scores]
     live = [
@@ -111,7 +111,7 @@ def by_limit(groups_under: Mapping[int, Sequence[Group]], scores: Scores = NO_SC
 
 
 def by_turns(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
-    """By the turns that episodes used: how many episodes there are, and how many were right."""
+    """By the number of turns used: how many episodes, and their accuracy."""
     judged = [
         (t.turns, t.outcome)
         for group in groups

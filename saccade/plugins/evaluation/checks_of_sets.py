@@ -1,4 +1,4 @@
-"""What a score may owe to (`eval --also`): questions that need no picture, and items of the training data.
+"""Checks for what inflates a score (`eval --also`): questions that need no picture, and items of the training data.
 
 sets = with_blind(sets)
 seen = leaked(sets, load_prompts(config, config.data.train, family).samples)
@@ -19,11 +19,11 @@ from saccade.types import ALWAYS_EXCLUDED, Sample
 
 BLIND = "-blind"
 Row = Mapping[str, Any]  # of samples.jsonl
-Leaks = Mapping[str, set[str]]  # kind of what is shared -> ids of items
+Leaks = Mapping[str, set[str]]  # "picture" or "question" -> ids of the items whose one is in the training data
 
 
 def with_blind(sets: Mapping[str, Dataset]) -> dict[str, Dataset]:
-    """Behind each set with pictures or sounds the same questions without them."""
+    """Adds after each set with pictures or sounds the same questions without them, as NAME-blind."""
     found: dict[str, Dataset] = {}
     for name, dataset in sets.items():
         found[name] = dataset
@@ -41,8 +41,8 @@ def _without_media(sample: Sample) -> Sample:
 
 
 def sight_gain(seeing: Iterable[Row], blind: Iterable[Row]) -> dict[str, float]:
-    """How much more is right with the pictures than without, over the items that both have, with the interval;
-    of the rows of samples.jsonl.
+    """Accuracy with pictures minus accuracy without, over the items that both have, with its interval. Both arguments
+    are rows of samples.jsonl.
     """
     means = [_means(rows) for rows in (blind, seeing)]
     shared = [key for key in means[0] if key in means[1]]
@@ -53,7 +53,7 @@ def sight_gain(seeing: Iterable[Row], blind: Iterable[Row]) -> dict[str, float]:
 
 
 def _means(rows: Iterable[Row]) -> dict[str, float]:
-    """Of each question, which rows may ask in several orders of the options."""
+    """Question id -> mean score; a question may be in several rows, each with another order of the options."""
     outcomes: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         if row["status"] not in ALWAYS_EXCLUDED and row["score"] is not None:
@@ -66,7 +66,7 @@ def _means(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def leaked(sets: Mapping[str, Dataset], training: Iterable[Sample]) -> dict[str, Leaks]:
-    """Of each set the items whose picture, or whose question word by word, training rows have, too."""
+    """For each set the items whose picture, or whose question word by word, is also in a training row."""
     pictures, questions = set[str](), set[str]()
     for sample in training:
         pictures |= {medium.hash for medium in sample.media}
@@ -81,7 +81,7 @@ def leaked(sets: Mapping[str, Dataset], training: Iterable[Sample]) -> dict[str,
 
 
 def _words(sample: Sample) -> str:
-    """All texts, as they are asked; where pictures make the question, they must be the same."""
+    """The words of all messages and the hashes of their media: the same text about another picture is no match."""
     asked = " ".join(message.text for message in sample.messages).casefold().split()
     return " ".join([*asked, *sorted(medium.hash for medium in sample.media)])
 

@@ -37,7 +37,7 @@ COLUMNS = ("set", "items", "A", "B", "B - A", "gained", "lost", "p")
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A question that both answered, with the rows of both and the mean scores."""
+    """A question in both evaluations, with the rows and the mean score of each."""
 
     set: str
     id: str
@@ -46,7 +46,7 @@ class Item:
 
     @property
     def change(self) -> str:
-        """gained and lost are questions that changed sides; what else differs is better or worse."""
+        """gained (wrong to right), lost (right to wrong), better, worse, or empty if the scores are equal."""
         a, b = self.scores
         if a <= WRONG and b >= RIGHT:
             return "gained"
@@ -82,7 +82,7 @@ def compare(first: Path, second: Path, out: Path | None = None) -> tuple[list[Ta
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Two-sided: how probable is so uneven a split of the items that changed sides, if both were as good."""
+    """Two-sided p-value: the probability of so uneven a split of the changed items if both are equally good."""
     n = gained + lost
     return min(1.0, 2.0 * sum(comb(n, k) for k in range(min(gained, lost) + 1)) / 2**n)
 
@@ -109,7 +109,7 @@ def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
 
 
 def evaluated(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
-    """(set, id) → its rows and their mean score. What was asked in several orders of the options is one item."""
+    """(set, id) → the item's rows and their mean score. All orders of a question's options are one item."""
     path = folder / "samples.jsonl"
     if not (path.is_file() and (folder / RESULTS).is_file()):
         raise ConfigError(f"{folder} is no evaluation: it has no samples.jsonl; name folders that `saccade eval` wrote")
@@ -125,12 +125,12 @@ def evaluated(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
 
 
 def item_of(row: Row) -> str:
-    """The id of its question, whatever the order of the options."""
+    """The id of the row's question, the same for every order of its options."""
     return str((row.get("extra") or {}).get(ROTATION_OF) or row["id"])
 
 
 def _score(row: Row) -> float | None:
-    """Of a pair that a reward model judged: whether the chosen side has the higher score by its first head."""
+    """The score of a row; for a pair of a reward model, 1 if its first head scores the chosen side higher, else 0."""
     if "chosen" in row and "score" not in row:
         head = next(iter(row["chosen"]))
         return float(row["chosen"][head] > row["rejected"][head])
@@ -169,7 +169,7 @@ def _cells(items: Sequence[Item]) -> Iterator[Cell]:
 
 
 def _changed(items: Sequence[Item], folders: tuple[Path, Path]) -> dict[str, Any]:
-    """Questions with another score, those that were lost first."""
+    """Both answers to the questions whose score changed, lost questions first."""
     order = ["lost", "gained", "worse", "better"]
     changed = sorted((item for item in items if item.change), key=lambda item: order.index(item.change))
     album: dict[str, str] = {}
@@ -203,12 +203,12 @@ def _episode(item: Item, name: str, row: Row, folder: Path, album: dict[str, str
 
 
 def _view(record: Row, folder: Path, album: dict[str, str]) -> dict[str, Any]:
-    """A picture from what the evaluation stored of it, or from its own file where that is still there."""
+    """A picture, read from the evaluation's copy, or from its own file if that still exists."""
     name = str(record["hash"])
     stored = sorted((folder / TRAJECTORIES / IMAGES).glob(f"{name}.*"))
     path = stored[0] if stored else Path(record.get("path") or "")
     there = name not in album and path.is_file() and sum(map(len, album.values())) < MOST_BYTES
-    if there and (small := thumbnail(path, SIDE)):  # else a sound, or a picture inside another file
+    if there and (small := thumbnail(path, SIDE)):  # not for a sound, or a picture inside another file
         album[name] = small
     about = {"name": name[:12], "kind": record.get("kind", "image"), "size": record["size"], "seen": None}
     return {**about, "lineage": (), "picture": name if name in album else None}

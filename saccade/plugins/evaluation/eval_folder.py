@@ -1,4 +1,4 @@
-"""The folder of an evaluation: where it is, who writes to it, and what is done in it already.
+"""The folder of an evaluation: its path, its lock, and which sets are already done in it.
 
 folder, answers = places(config, None, asked={"command": "eval", "also": []})
 with hold(folder):
@@ -33,14 +33,14 @@ from saccade.run.folder import (
 from saccade.system.disk import require_writable
 
 ANSWERS = "answers"
-PLACE = ("run.out", "run.name", "run.resume")  # where an evaluation is, and not what it is
+PLACE = ("run.out", "run.name", "run.resume")  # where an evaluation is: not compared with an earlier one
 
 
 def places(config: Config, out: Path | None, asked: Mapping[str, Any] = NOTHING) -> tuple[Path, Path]:
-    """A folder for the results, and one for the answers of an endpoint. The first of NAME-eval, NAME-eval-2 … that is
-    free: nothing is overwritten. But the same evaluation (its options, and what its manifest says of `asked`) goes on
-    in the folder where it was broken off, and answers of what was broken off since the last that ended are not asked
-    for again.
+    """Returns a folder for the results, and one for the cached answers of an endpoint. By default the first of
+    NAME-eval, NAME-eval-2 … that is free: nothing is overwritten. An interrupted evaluation with the same options and
+    the same values of `asked` in its manifest is continued in its folder. Answers that an endpoint gave to evaluations
+    interrupted since the last finished one are reused.
     """
     if out is not None:
         out = Path(out)
@@ -65,16 +65,16 @@ def places(config: Config, out: Path | None, asked: Mapping[str, Any] = NOTHING)
 
 
 def finished(folder: Path) -> bool:
-    """Whether all sets of an evaluation are done. Where its manifest lists none, they were written at once."""
+    """Whether all sets in an evaluation's manifest have results. If it lists none, having a results file is enough."""
     planned = {one.get("name") for one in read_manifest(folder).get("sets", ())}
     return (folder / RESULTS).exists() and planned <= read_summary(folder).keys()
 
 
 def changes_of(folder: Path, config: Config, asked: Mapping[str, Any]) -> list[str]:
-    """What is not as it was in the evaluation that began in the folder."""
+    """Lines with the options, and values of `asked`, that differ from those of the evaluation begun in the folder."""
     try:
         before, facts = load(folder / CONFIG).model_dump(mode="json"), read_manifest(folder)
-    except ConfigError as error:  # there is none, or one of another version
+    except ConfigError as error:  # no config, or one of another version
         return [str(error)]
     changed = differences(before, config.model_dump(mode="json"))
     changed |= {key: (facts.get(key), value) for key, value in asked.items() if facts.get(key) != value}
@@ -89,7 +89,7 @@ def numbered(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def hold(folder: Path) -> Iterator[None]:
-    """The folder for what follows, and for no other process; a command that is refused leaves no empty one behind."""
+    """Context manager: creates and locks the folder; removes it if nothing was written, as by a command that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         try:
@@ -100,8 +100,8 @@ def hold(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, config: Config, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Says what is evaluated. Returns the numbers of the sets that were done before the same was broken off, with the
-    same weights, texts, functions and rows; nothing of others is kept.
+    """Write config and manifest. Returns the results of the sets that the interrupted evaluation had finished with the
+    same weights, texts, functions and rows; results and answers of all others are removed.
     """
     before, found, samples = read_manifest(folder), read_summary(folder), folder / SAMPLE_ROWS
     facts = write_about(folder, config, manifest, before)
@@ -109,7 +109,7 @@ def begin(folder: Path, config: Config, manifest: Mapping[str, Any]) -> dict[str
     kept = [one["name"] for one in facts["sets"] if same and one in before["sets"]]
     done = {name: found[name] for name in kept if name in found}
     if samples.exists():
-        whole = samples.read_bytes().rpartition(b"\n")[0].split(b"\n")  # without a line that was not finished
+        whole = samples.read_bytes().rpartition(b"\n")[0].split(b"\n")  # without a partial last line
         rows = [line for line in whole if line and json.loads(line)["set"] in done]
         write_whole(samples, b"".join(line + b"\n" for line in rows).decode())
     if found:
@@ -120,7 +120,7 @@ def begin(folder: Path, config: Config, manifest: Mapping[str, Any]) -> dict[str
 def write_about(
     folder: Path, config: Config, manifest: Mapping[str, Any], before: Mapping[str, Any] = NOTHING
 ) -> dict[str, Any]:
-    """What is evaluated, in the files in which a run says what it is. Returns the manifest as it is read again."""
+    """Write config and manifest, in the same files as a run. Returns the manifest as read back."""
     facts = start_facts(config.model_dump(mode="json"), manifest, before)
     write_start(folder, {CONFIG: to_yaml(config), CHOSEN: to_yaml(config, full=False)}, facts)
     return read_manifest(folder)

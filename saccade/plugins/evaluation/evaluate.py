@@ -1,4 +1,4 @@
-"""`saccade eval`: the sets of `data.val` and `eval.suites`, measured with a model as it is.
+"""`saccade eval`: evaluates a model on the sets of `data.val` and `eval.suites`.
 
 saccade eval run.yaml model.path=runs/geo/checkpoints/step-100 data.val=test.jsonl
 saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
@@ -53,8 +53,8 @@ NOTHING: Mapping[str, float] = {}
 def run(
     config: Any, *, out: Path | None = None, rescore: Path | None = None, also: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Every set of `data.val` and `eval.suites`; writes results.json, samples.jsonl and report.html
-    into `out`. Also `blind`: sets with pictures without them; `leaks`: which items data.train has, too.
+    """Evaluate every set of `data.val` and `eval.suites`; write results.json, samples.jsonl and report.html into `out`.
+    `also` may hold `blind` (sets with pictures once more without them) and `leaks` (which items are in data.train).
     """
     config = load(config)
     judges = bool(config.model.path and read_card(config.model.path))
@@ -87,8 +87,8 @@ def run(
 def _evaluate(
     config: Config, folder: Path, answers: Path, asked: Mapping[str, Any], summary: dict[str, Any], idle: str | None
 ) -> None:
-    """Adds the numbers of each set to the summary, so that they remain when a signal ends it. `idle`: a line about
-    GPUs that are not used.
+    """Adds the results of each finished set to `summary`, which the caller still has after a signal. `idle`: a line
+    about GPUs that are not used.
     """
     also = asked["also"]
     given = config
@@ -128,12 +128,12 @@ def _evaluate(
             _finish_set(folder, summary, result, sample_rows(result, family), config.eval.suites, leaks)
             if note := name in config.eval.suites and unusual(name, config.val.n):
                 log.info(note)
-            if dataset.overlong or dataset.quarantined or dataset.renamed:  # a score of other rows is another score
+            if dataset.overlong or dataset.quarantined or dataset.renamed:  # other rows, so another score
                 log.info(dataset.summary)
         for dataset in sets.values():
             evaluator.quarantine.record(dataset.excluded_rows)
         _finish(folder)
-    for result in results:  # only now: no answer is lost
+    for result in results:  # at the end, when all answers are stored
         check_errors(result.groups, config.reward, config.env)
     for name in done:
         if (share := summary[name].get("error_rate", 0.0)) > config.reward.max_error_rate:
@@ -142,7 +142,7 @@ def _evaluate(
 
 @contextmanager
 def _ended_by_signals(folder: Path, summary: Mapping[str, Any]) -> Iterator[None]:
-    """SIGTERM ends an evaluation as Ctrl-C does, and it says what is done."""
+    """SIGTERM ends an evaluation like Ctrl-C: with a message that names the finished sets."""
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if ours:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -157,8 +157,8 @@ def _ended_by_signals(folder: Path, summary: Mapping[str, Any]) -> Iterator[None
 
 
 def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
-    """Answers of an earlier evaluation, scored again. The rewards are not tested on known answers before: what they
-    say of these can be read.
+    """Score the answers of an earlier evaluation again. The rewards are not tested on known answers first, as their
+    verdicts on these can be read.
     """
     rows = read_samples(samples)
     suites, sets = suites_among(rows, samples, config.eval.suites), dict.fromkeys(row["set"] for row in rows)
@@ -194,7 +194,7 @@ def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
     return summary
 
 
-# -- what both write --------------------------------------------------------------------------------
+# -- results of both --------------------------------------------------------------------------------
 
 
 def _finish_set(
@@ -205,7 +205,7 @@ def _finish_set(
     suites: Collection[str],
     more: Mapping[str, float] = NOTHING,
 ) -> None:
-    """Says what was found of a set and writes it down; `more` metrics are shown apart."""
+    """Log and store the results of a set; the metrics in `more` are logged on a line of their own."""
     name, seeing = result.name, result.name.removesuffix(BLIND)
     log.info(describe(result))
     if name in suites:

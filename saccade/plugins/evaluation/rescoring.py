@@ -1,4 +1,4 @@
-"""Answers of an earlier evaluation (`samples.jsonl`), scored again; no model is loaded.
+"""Scores the answers of an earlier evaluation (`samples.jsonl`) again; no model is loaded.
 
 rows = read_samples(Path("runs/run-eval/samples.jsonl"))
 result = rescored("val", rows, scorer)  # the rows get their new scores
@@ -30,7 +30,7 @@ from saccade.run.folder import CONFIG
 from saccade.system.codec import decode
 from saccade.types import STATUS_OF_END, Group, Media, Rendered, Sample, Trajectory
 
-# Of a stored row, what a reward reads under the same name.
+# Columns of a stored row that a reward reads under the same name.
 NEEDED = ["id", "response", "data_source", "prompt", "choices", "extra", "end_reason", "think_prefilled"]
 
 
@@ -45,8 +45,8 @@ def read_samples(file: Path) -> list[dict[str, Any]]:
 
 
 def suites_among(rows: Iterable[Mapping[str, Any]], file: Path, named: Sequence[str]) -> list[str]:
-    """The sets of a file that are suites: those that its evaluation asked for, or that are `named` now. Of an
-    evaluation without a config those that are called as a suite is.
+    """The sets of a file that are suites: those in eval.suites of its evaluation, or `named` now. For an evaluation
+    without a config, those with the name of a suite.
     """
     sets = dict.fromkeys(row["set"] for row in rows if source_of(row["set"]) == row["data_source"])
     if (file.parent / CONFIG).is_file():
@@ -56,7 +56,7 @@ def suites_among(rows: Iterable[Mapping[str, Any]], file: Path, named: Sequence[
 
 
 def rescored(name: str, rows: Sequence[dict[str, Any]], scorer: Scorer) -> Result:
-    """The set as an evaluation would have found it, but for `by_limit`; the rows get what that would have stored."""
+    """The result that an evaluation would have given, without `by_limit`; updates the verdicts in `rows` in place."""
     answers: dict[tuple[str, str], list[tuple[dict[str, Any], Future[Scored]]]] = {}
     for row in rows:
         pending = scorer.submit(_reward_sample(row))
@@ -76,7 +76,7 @@ def rescored(name: str, rows: Sequence[dict[str, Any]], scorer: Scorer) -> Resul
 
 
 def _episode(row: Mapping[str, Any], repeat: int) -> Trajectory:
-    """How it ended; its tokens are not stored."""
+    """An episode without its tokens, which are not stored: how it ended, and its turns."""
     ended, none = row["end_reason"], np.empty(0, int)
     empty = written(row["id"], repeat, Rendered(ids=none, sources=none), none, ())
     about = {"status": STATUS_OF_END.get(ended, "ok"), "reason": row.get("reason", ""), "turns": row.get("turns", 1)}
@@ -97,7 +97,7 @@ def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
 
 
 def _media(record: Mapping[str, Any]) -> Media:
-    """Rows of earlier versions hold size and pixels, but no other field than hash and path."""
+    """Decode a medium; rows of earlier versions hold only size, pixels, hash and path."""
     (width, height), (least, most) = record["size"], record["pixels"]
     stored = {name: record[name] for name in record.keys() - {"size", "pixels"}}
     sizes = {"width": width, "height": height, "min_pixels": least, "max_pixels": most}
@@ -110,7 +110,7 @@ def _has_files(record: Mapping[str, Any]) -> bool:
 
 
 def require_pictures(reward: RewardConfig, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Where a judge or a service looks at them, each must still be where it was."""
+    """Raises if a judge or a service is to be sent images, and the file of one is gone."""
     if reward.judge.send_images or reward.remote.send_images:
         records = [record for row in rows for record in row["media"]]
         gone = [r for r in records if not _has_files(r)]

@@ -1,4 +1,4 @@
-"""What an evaluation found, as its files hold it.
+"""The result files of an evaluation: results.json, and samples.jsonl with a row for each answer.
 
 add_rows(folder, sample_rows(result, family))
 write_numbers(folder, {result.name: result.metrics})
@@ -18,7 +18,7 @@ from saccade.recipes.evaluator import Result
 from saccade.run.folder import RESULTS, write_whole
 
 SAMPLE_ROWS = "samples.jsonl"
-# What a row says of the reward, which a reward that is given again changes.
+# The columns of a verdict, which rescoring replaces.
 VERDICT = {**same("extracted", "reward", "end_reason", "status", "reason", "parts"), "score": "outcome"}
 SAMPLES = {
     **VERDICT,
@@ -48,7 +48,7 @@ def _sampling(val: ValConfig) -> str:
 
 
 def sample_rows(result: Result, family: Family) -> list[dict[str, Any]]:
-    """What is stored of each answer to a set."""
+    """The rows of samples.jsonl for a set, one for each answer."""
     return [
         {"set": result.name, **rollout_row(SAMPLES, group, trajectory, family)}
         for group in result.groups
@@ -62,7 +62,7 @@ def add_rows(folder: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """Of the sets that are done."""
+    """The results of the finished sets; empty without a file."""
     file = folder / RESULTS
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
@@ -81,7 +81,7 @@ def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows that `to_lines` wrote; none where there is no file. A text may hold other line breaks."""
+    """Rows that `to_lines` wrote; empty without a file. Splits at line feeds only, as texts may hold other breaks."""
     data = path.read_bytes() if path.is_file() else b""
     rows = []
     for number, line in enumerate(data.split(b"\n"), 1):

@@ -1,6 +1,6 @@
-"""`saccade subgroups FOLDER --by sex --by age:25,50,65`: an evaluation by groups of its rows, with the gap of each to
-the best one; where answers are lists of labels, how well each is found; and the mean of means, where a few large parts
-of a set would else decide.
+"""`saccade subgroups FOLDER --by sex --by age:25,50,65`: accuracy by groups of the rows of an evaluation, with the gap
+of each group to the best one; for answers that are lists of labels, measures of each label; and means of means, for
+sets that a few large parts would dominate.
 
     >>> label_counts([({"edema"}, {"edema", "effusion"})])["effusion"]
     (0, 0, 1, 0)
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 Item = tuple[Sequence[Row], float]  # the answers to a question, and their mean score
-UNKNOWN = "unknown"  # of rows that do not say; they are no group to compare with
+UNKNOWN = "unknown"  # rows without a value; never taken for the best group
 Counts = tuple[int, int, int, int]  # found and gold, found only, gold only, neither
 MEASURES = ("precision", "recall", "specificity", "F1", "accuracy", "balanced")
 WHOLE = "all"
@@ -36,8 +36,8 @@ WHOLE = "all"
 def subgroup_tables(
     folder: Path, columns: Sequence[str], labels: bool = False, within: Sequence[str] = ()
 ) -> list[Table]:
-    """For each set and column of its rows a table; with `labels` another one by label; with `within` the mean of means
-    over the parts that these columns name, the outer one first. Sets that lack a column have no table of it.
+    """A table for each set and column; with `labels` also one by label; with `within` also the mean of means over the
+    parts that these columns name, the outermost first. A set without a column has no table for it.
     """
     sets: dict[str, list[Item]] = {}
     for (name, _), item in evaluated(folder).items():
@@ -55,12 +55,12 @@ def subgroup_tables(
 
 
 def _column(items: Sequence[Item], column: str) -> list[Any]:
-    """What each item has there: in the row, or in the columns that came with its data."""
+    """The value of each item: from its row, or from the columns that came with its data (`extra`)."""
     return [rows[0].get(column, (rows[0].get("extra") or {}).get(column)) for rows, _ in items]
 
 
 def _lacking(sets: Mapping[str, Sequence[Item]], column: str, flag: str) -> set[str]:
-    """Sets of which no row has the column, which is said; refused where that is all of them."""
+    """The sets in which no row has the column, with a warning; raises if that is all of them."""
     found = [name for name, items in sets.items() if all(value in (None, "") for value in _column(items, column))]
     lacks = f"{flag} {column}: no row of {', '.join(found)} has it"
     if len(found) == len(sets):
@@ -99,7 +99,7 @@ def _group_table(name: str, by: str, items: Sequence[Item], labels: bool) -> Tab
 
 
 def group_of(value: Any, edges: Sequence[float] = ()) -> str:
-    """The name of a group; with edges, that of the interval in which a number lies, its lower end included."""
+    """The group of a value: its text; with edges, the name of its interval, which includes the lower end."""
     if not edges:
         return UNKNOWN if value in (None, "") else str(value)
     try:
@@ -132,7 +132,7 @@ def _cells(groups: Mapping[str, Sequence[Item]], labels: bool) -> Iterator[tuple
 
 
 def _mean_of_means(name: str, items: Sequence[Item], within: Sequence[str], labels: bool) -> Table:
-    """Parts weigh alike inside the part that holds them, whatever their size."""
+    """Each part has the same weight within its parent, whatever its size."""
     columns = [_column(items, column) for column in within]
     paths = [tuple(group_of(value) for value in values) for values in zip(*columns, strict=True)]
     rows: list[tuple[Cell, ...]] = []
@@ -144,7 +144,7 @@ def _mean_of_means(name: str, items: Sequence[Item], within: Sequence[str], labe
             place = len(rows)
             found = [part((*path, one)) for one in inner]
             mean, f1 = (float(np.mean([one[n] for one in found])) for n in (0, 2))
-            # Independent parts: the squares of what their intervals reach add up, divided by their number.
+            # Interval of a mean of independent parts: root of the summed squares of theirs, divided by their number.
             down, up = (
                 float(np.sqrt(np.sum([(one[0] - one[1][end]) ** 2 for one in found]))) / len(found) for end in (0, 1)
             )
@@ -167,7 +167,7 @@ def _mean_of_means(name: str, items: Sequence[Item], within: Sequence[str], labe
 
 
 def label_counts(pairs: Iterable[tuple[set[str], set[str]]]) -> dict[str, Counts]:
-    """Of each label, over answers and golds as sets."""
+    """Label -> counts over pairs of sets of labels (of an answer, of its gold)."""
     pairs = list(pairs)
     named = sorted({label for found, gold in pairs for label in found | gold})
     kinds = ((True, True), (True, False), (False, True), (False, False))
@@ -178,8 +178,8 @@ def label_counts(pairs: Iterable[tuple[set[str], set[str]]]) -> dict[str, Counts
 
 
 def label_measures(counts: Counts) -> list[float]:
-    """In the order of MEASURES. What was never found or never there counts as 0, as is usual; specificity is not
-    defined for a label that every row has.
+    """Values in the order of MEASURES. A share of no cases is 0, as is usual, such as the precision of a label that no
+    answer names; but the specificity of a label that every gold has is NaN.
     """
     both, found, missed, neither = counts
 
@@ -199,7 +199,7 @@ def _pairs(items: Sequence[Item]) -> Iterator[tuple[set[str], set[str]]]:
 
 
 def _label_mean(items: Sequence[Item]) -> float:
-    """F1 of the labels, each alike."""
+    """Macro F1: the mean over all labels."""
     found = [label_measures(counts)[MEASURES.index("F1")] for counts in label_counts(_pairs(items)).values()]
     return float(np.mean(found)) if found else 0.0
 
@@ -210,7 +210,7 @@ def _label_table(name: str, items: Sequence[Item]) -> Table:
         raise ConfigError(f"--labels: no row of {name} has labels; golds are lists such as edema, effusion")
     measures = {label: label_measures(own) for label, own in counts.items()}
     voted = any(len(rows) > 1 for rows, _ in items)
-    heads = (*MEASURES, "AUROC") if voted else MEASURES  # of one answer it is the balanced accuracy
+    heads = (*MEASURES, "AUROC") if voted else MEASURES  # with one answer it is the balanced accuracy
     if voted:
         measures = {label: [*own, _ranked(items, label)] for label, own in measures.items()}
     golds = {label: Estimate(value=both + missed, percent=False) for label, (both, _, missed, _) in counts.items()}
@@ -227,7 +227,7 @@ def _label_table(name: str, items: Sequence[Item]) -> Table:
 
 
 def auroc(named: Sequence[float], others: Sequence[float]) -> float:
-    """How probable one of the first has a higher number than one of the others; a tie counts half."""
+    """Probability that one of `named` is higher than one of `others`, ties counting half; NaN if either is empty."""
     if not (named and others):
         return float("nan")
     a, b = np.array(named)[:, None], np.array(others)

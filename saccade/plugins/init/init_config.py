@@ -34,14 +34,14 @@ from saccade.system.disk import require_writable
 from saccade.types import Media, Sample
 
 LOOKED_AT = 200
-MOST_SOURCES = 10  # that a column may tell apart
+MOST_SOURCES = 10  # most values of a column by which rewards may differ
 DEFAULT = "default"  # in reward.by_source: all sources that it does not name
 UNOPENED = Media(hash="", width=1, height=1, path="")
 OPENED = 8  # rows whose images are opened to read their sizes
 USUAL_IMAGE = Media(hash="", width=1024, height=768, path="")
 
 NUMBER = r"\s*-?\d+(?:\.\d+)?\s*"
-# A letter alone is a variable, and letters behind a backslash are a command of LaTeX.
+# Two letters: a single one is a variable, and letters behind a backslash are a LaTeX command.
 WORD = r"(?<![\\A-Za-z])[^\W\d_]{2}|[\u3040-\u30ff\u4e00-\u9fff]"
 LETTER = r"\(?[A-Z]\)?\.?"
 MATHS = r"[\d\\=+^{}$<>*/|_]"
@@ -163,7 +163,7 @@ def _first_image(data: Path, keys: Mapping[str, str]) -> Media:
 
 
 def advice(out: Path) -> str:
-    """What to do with the file, in its first line and on the screen."""
+    """The next commands for the file, shown in its first line and on the screen."""
     file = shlex.quote(str(out))
     return f"saccade check-data {file}, then saccade rl {file} --dry-run, then saccade rl {file}"
 
@@ -188,7 +188,7 @@ def _elsewhere(format: str, model: Path, data: Path) -> str:
 
 
 def _first_rows(data: Path) -> tuple[str, Mapping[str, str], list[Sample]]:
-    """Their format, `data.keys` that show media to the model, and the samples."""
+    """Returns the format of the rows, `data.keys` for media in columns of other names, and the samples."""
     rows = islice(open_source(DataSource(path=str(data))).rows, LOOKED_AT)
     readable = [row for row in rows if not isinstance(row, RowError)]
     if not readable:
@@ -237,8 +237,8 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
 
 
 def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | None:
-    """The column that tells rows whose golds are letters of choices from others (empty: that of the
-    source), and a reward for each of its values that has letters and `default` for all others.
+    """Returns the column that separates rows whose golds are letters of choices from others (empty: data_source), and
+    the rewards: one for each of its values that has letters, and `default` for all others. None without such a column.
     """
     for column in ("", *(name for name, value in samples[0].extra.items() if isinstance(value, str))):
         sources: dict[str, list[Sample]] = defaultdict(list)
@@ -248,7 +248,7 @@ def letters_apart(samples: Sequence[Sample]) -> tuple[str, dict[str, Guess]] | N
         letters = [source for source, kind in kinds.items() if kind == {True}]
         others = [row for source, rows in sources.items() if source not in letters for row in rows]
         apart = bool(letters and others) and all(len(kind) == 1 for kind in kinds.values())
-        # Rows of sources that come later are more likely like the others, so these are the default.
+        # Sources not seen here are more likely to be like the others, so these are the default.
         if apart and DEFAULT not in letters and len(sources) <= MOST_SOURCES:
             rewards = {source: guess_reward(sources[source]) for source in letters}
             return column, rewards | {DEFAULT: guess_reward(others)}
@@ -264,7 +264,7 @@ def _is_letter(gold: str) -> bool:
 
 
 def _is_level(value: Any) -> bool:
-    """Whether it is a level of Sokoban; others call a difficulty so."""
+    """Whether the value is a level of Sokoban; in other data `level` is a difficulty."""
     try:
         return isinstance(value, str | list) and bool(sokoban.start(value))
     except ValueError:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Guess = tuple[str, str, str]  # a verifier, its arguments, why
-Line = tuple[str, str]  # of the page, and its comment
+Line = tuple[str, str]  # of the config, and its comment
 AFTER = """\
 algorithm:
   preset: grpo                       # `saccade algorithms` lists the others
@@ -22,7 +22,7 @@ save:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What is known of the model and of the rows."""
+    """Facts about the model and the rows that the config is written from."""
 
     advice: str
     name: str
@@ -31,9 +31,9 @@ class Page:
     data: str
     format: str
     about: str
-    keys: Mapping[str, str]  # of data.keys
-    budgets: Sequence[tuple[int, str]]  # of pixels
-    rewards: Mapping[str, Guess]  # by source, or one for all under the empty name
+    keys: Mapping[str, str]  # data.keys
+    budgets: Sequence[tuple[int, str]]  # (data.max_pixels, why)
+    rewards: Mapping[str, Guess]  # by data_source, or one for all under the empty name
     played: bool  # a game gives the rewards
     gpus: int  # of this machine
 

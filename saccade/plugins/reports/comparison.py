@@ -35,7 +35,7 @@ def independent_difference(
 ) -> Difference:
     """after - before of two measurements, from their intervals alone (Newcombe 1998, method 10).
 
-    For the same items this is wider than need be: `paired_difference` is better where scores exist.
+    For the same items the interval is wider than necessary: use `paired_difference` where their scores are known.
     """
     change = after - before
     down = (after - after_interval.low) ** 2 + (before_interval.high - before) ** 2
@@ -46,7 +46,7 @@ def independent_difference(
 def maj_at_k(
     answers_per_item: Sequence[Sequence[Hashable | None]], scores_per_item: Sequence[Sequence[float]]
 ) -> float:
-    """Mean score of the commonest answer; None does not vote. Tied answers share the vote."""
+    """Mean score of the most common answer; None does not vote. The scores of tied answers are averaged."""
     found = []
     for answers, scores in zip(answers_per_item, scores_per_item, strict=True):
         votes = Counter(answer for answer in answers if answer is not None)

@@ -1,6 +1,6 @@
-"""Says early why little is learned, what it costs, and which option changes it; and what rollouts ahead would save.
+"""Diagnoses early why little is learned, what it costs, and which option changes it; and what rollouts ahead would save.
 
-Reads the metrics of the last steps: as many as hold `ENOUGH` responses, `WINDOW` at most.
+Averages the metrics of the last steps: as many as hold `ENOUGH` responses, `WINDOW` at most.
 
     >>> diagnose([{"policy/lr": 0.0}] * WINDOW)["policy/lr"]
     'nothing is learned: the learning rate is 0; set train.lr and look at train.schedule'
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from saccade.config.schema.presets import PRESETS
 
-WINDOW = 5  # steps that are always enough
-ENOUGH = 128  # responses that are enough, in however few steps
+WINDOW = 5  # most steps that are averaged
+ENOUGH = 128  # responses that suffice, in however few steps
 MOST, HALF, QUARTER = 0.9, 0.5, 0.25
 
 Row = Mapping[str, Any]  # the metrics of a step
@@ -23,23 +23,23 @@ Row = Mapping[str, Any]  # the metrics of a step
 class Cause(NamedTuple):
     """The line for a metric whose mean over the last steps lies in a range (low, high)."""
 
-    line: str  # {share}: the mean in percent, {rest}: what is left to 100, {row}: the newest value of each metric
+    line: str  # {share}: the mean in percent, {rest}: 100 % minus it, {row}: the newest value of each metric
     range: tuple[float, float] = (HALF, 1.0)
-    steps: int = 1  # at least, however many responses they hold
+    steps: int = 1  # fewest steps, however many responses they hold
 
     def share(self, mean: float) -> float:
-        """How much of the responses or groups is affected: ranges that begin at 0 are of what is good."""
+        """Share of the responses or groups affected: a range that begins at 0 is of a metric for which high is good."""
         return mean if self.range[0] else 1 - mean
 
 
-# Learning has stopped, whatever the answers are like.
+# Nothing is learned, whatever the answers are like.
 STOPS = {
     "policy/update_skipped": Cause(
         "{share} of the updates are skipped as non-finite; lower train.lr, look at the saved batches", steps=WINDOW
     ),
     "policy/lr": Cause("the learning rate is 0; set train.lr and look at train.schedule", (0.0, 0.0), WINDOW),
 }
-# Why answers earn nothing. In order: one of the first also causes those below it.
+# Why answers earn no reward. In order: an earlier cause also produces the later ones.
 ANSWERS = {
     "reward/error_rate": Cause(
         "{share} of the rewards failed; look at `reason` in trajectories/, try `saccade check-data`"
@@ -61,7 +61,7 @@ ANSWERS = {
         "{rest} of the responses miss the format; check prompt.format, try `saccade sft`", (0.0, QUARTER)
     ),
 }
-# Why groups teach nothing although their answers can be judged.
+# Why groups give no training signal although their answers can be judged.
 GROUPS = {
     "group/all_wrong_frac": Cause(
         "in {share} of the groups every response is wrong; use easier data, raise train.samples_per_prompt, "
@@ -74,7 +74,7 @@ GROUPS = {
         (1 - QUARTER, 1.0),
     ),
 }
-# What is left where none of the others holds.
+# Used if none of the others holds.
 UNEXPLAINED = {
     "policy/empty_step": Cause(
         "no group is left to train on; see group/dropped/… and group/constant_…, ease algorithm.filter"
@@ -83,7 +83,7 @@ UNEXPLAINED = {
         "rewards differ but the gradient is 0; check model.train and algorithm.exclude_status", (0.0, 0.0), WINDOW
     ),
 }
-# Said in addition to a cause.
+# Added to a cause.
 NOTES = {
     "group/live_frac": Cause(
         "{share} of the sampled groups teach anything: each costs {row[group/rollouts_per_live]:,.0f} rollouts; "
@@ -104,10 +104,10 @@ TRAINED = STOPS | ANSWERS | GROUPS | UNEXPLAINED
 
 
 def diagnose(history: Sequence[Row], unread: str = "") -> dict[str, str]:
-    """Lines for the last steps of `history` (metrics, oldest first) by the metric that shows them;
-    none while all is well. `unread`: where the verifier looked in vain for an answer.
+    """Metric -> line of advice, from the last steps of `history` (metrics, oldest first); empty while all is well.
+    `unread`: text that says where the verifier looked for an answer.
 
-    Rows without any training metric (a validation alone) are passed over.
+    Rows without any training metric (of a validation alone) are skipped.
     """
     steps = [row for row in history if not TRAINED.keys().isdisjoint(row)][-WINDOW:]
     stops, others, notes = (_holding(causes, steps) for causes in (STOPS, UNEXPLAINED, NOTES))
@@ -156,16 +156,16 @@ def advise_ahead(rows: Sequence[Row], phases: Mapping[str, float], config: Mappi
 
 
 def _causes(steps: Sequence[Row]) -> dict[str, float]:
-    """What keeps answers from earning rewards; and groups from teaching, unless that explains it."""
+    """Means of the causes in ANSWERS, and of those in GROUPS unless the former explain nearly all (MOST)."""
     answers, groups = _first_large(_holding(ANSWERS, steps)), _first(_holding(GROUPS, steps))
-    # Where an algorithm compares no groups, they are single responses or mean nothing while rewards differ.
+    # Algorithms that compare no groups have no group/dead_frac: GROUPS count only if all rewards are the same.
     compared = all("group/dead_frac" in row or _dead_share(row) for row in steps)
     explained = any(ANSWERS[name].share(mean) >= MOST for name, mean in answers.items())
     return answers | (groups if compared and not explained else {})
 
 
 def _holding(causes: Mapping[str, Cause], steps: Sequence[Row]) -> dict[str, float]:
-    """The means of those that hold."""
+    """The means of the causes that hold."""
     means = {name: _mean(name, cause, steps) for name, cause in causes.items()}
     return {
         n: mean for n, mean in means.items() if mean is not None and causes[n].range[0] <= mean <= causes[n].range[1]
@@ -177,14 +177,14 @@ def _first(means: dict[str, float]) -> dict[str, float]:
 
 
 def _first_large(means: dict[str, float]) -> dict[str, float]:
-    """The first that affects about as many responses as the one that affects most, and always unreadable answers."""
+    """The first cause within QUARTER of the most frequent one, and always unreadable answers."""
     shares = {name: ANSWERS[name].share(mean) for name, mean in means.items()}
     large = {name: means[name] for name, share in shares.items() if share >= max(shares.values()) - QUARTER}
     return _first(large) | {name: mean for name, mean in means.items() if name == "length/parse_rate"}
 
 
 def _mean(metric: str, cause: Cause, steps: Sequence[Row]) -> float | None:
-    """Of the last steps that hold enough responses; None while there are too few, or one lacks the metric."""
+    """Mean over the last steps with enough responses; None while they are too few, or one lacks the metric."""
     values: list[float] = []
     responses = 0.0
     for row in reversed(steps):
@@ -203,15 +203,15 @@ def _line(metric: str, mean: float, unread: str, row: Row) -> str:
 
 
 def _percent(share: float) -> str:
-    """Neither all nor none of what is only nearly so."""
+    """Percent; "all" and "none" for exactly 1 and 0 only, all else is rounded to 0.1 to 99.9 %."""
     if share in (0.0, 1.0):
         return "all" if share else "none"
     return f"{min(max(share, 0.001), 0.999):.1%}".replace(".0%", "%")
 
 
 def _dead_share(row: Row) -> float:
-    """The share of groups that teach nothing: dropped by dynamic sampling, or with the same reward for all members.
-    Where an algorithm compares no groups, whether all rewards of the step are the same.
+    """Share of groups without signal: dropped by dynamic sampling, or with the same reward for all members. If the
+    algorithm compares no groups: 1 if all rewards of the step are the same, else 0.
     """
     if "group/dead_frac" in row:
         return max(row["group/dead_frac"], 1 - row.get("group/kept_frac", 1.0))

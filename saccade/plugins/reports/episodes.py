@@ -1,6 +1,6 @@
-"""Stored rollouts as episodes of a report: what was asked, said, looked at and earned.
+"""Stored rollouts as episodes of a report: question, turns, images, tool calls and rewards.
 
-Every image is in the report once. Nothing is picked by its score.
+Every image is in the report once. Episodes are not selected by score.
 
     stored_episodes(Path("runs/first"))["items"][0]["question"]
 """
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 Record = Mapping[str, Any]
 
 MOST = 2000  # episodes of one page
-MOST_BYTES = 24 << 20  # of its images, and of its texts
+MOST_BYTES = 24 << 20  # limit for the images of one page, and for its texts
 LONGEST = 20_000  # characters of one text
-STRIP = 200  # advantages of one episode that are drawn
+STRIP = 200  # most advantages drawn for one episode
 COPIED = ("step", "sample", "outcome", "status", "reward", "parts", "turn_rewards", "tokens")
 CALL = ("name", "ok", "reason", "source", "box", "pixels", "lineage", "observation")
 
@@ -34,7 +34,7 @@ CALL = ("name", "ok", "reason", "source", "box", "pixels", "lineage", "observati
 def stored_episodes(folder: Path, say: Callable[[str], object] = log.warning) -> dict[str, Any]:
     """`items`, `pictures` (file → data URL) and a `note` about what is left out: episodes of the
     first and the last stored step of each set and of training, in stored order; answers to one
-    question follow each other. `say` hears of lines that are no rollouts.
+    question follow each other. `say` gets a message for each line that is no rollout.
     """
     stored = sorted(stored_steps(folder).items(), key=lambda item: item[0] == "train")
     steps = [(kind, step) for kind, of in stored for step in sorted({of[0], of[-1]})]
@@ -65,8 +65,8 @@ def stored_episodes(folder: Path, say: Callable[[str], object] = log.warning) ->
 
 
 def episode_of(record: Record, folder: Path, album: dict[str, str], *, tokens: bool = False) -> dict[str, Any]:
-    """A record of `trajectories`; its images are read from `folder` into `album`. `tokens`: with what
-    is known of each.
+    """An episode from a record of `trajectories`; its images are read from `folder` into `album` (file → data URL).
+    `tokens`: include the values of each token.
     """
     images = sorted(record["images"], key=lambda image: image["start"])
     prompt, turns = _turns(record, tokens)
@@ -94,7 +94,7 @@ def shortened(text: str) -> str:
 
 
 def verdict_of(record: Record) -> str:
-    """right, wrong, or neither."""
+    """right, wrong, or empty for anything between, a score, or no outcome."""
     outcome = record["outcome"]
     if outcome is None or record.get("outcome_is_score"):
         return ""
@@ -102,13 +102,13 @@ def verdict_of(record: Record) -> str:
 
 
 def question_of(record: Record) -> str:
-    """The text before the first words of an assistant."""
+    """The text before the first message of the assistant."""
     asked = takewhile(lambda message: message["role"] != "assistant", record["messages"])
     return "\n".join(part["text"] for m in asked for part in m["content"] if part["type"] == "text").strip()
 
 
 def _turns(record: Record, tokens: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What comes before the first of them, and the turns: each begins where the policy begins to write."""
+    """Returns the parts before the first turn, and the turns; a turn begins where the policy begins to write."""
     said: list[list[dict[str, Any]]] = [[]]
     before, view, written = "", 0, 0
     for segment in record["segments"]:
@@ -133,8 +133,8 @@ def _turns(record: Record, tokens: bool) -> tuple[list[dict[str, Any]], list[dic
 
 
 def _known(segment: Record, record: Record, start: int) -> dict[str, Any]:
-    """What is known of the tokens of a segment, the first of which is the policy's `start`th: how many
-    characters each is, and numbers by the name of a colour.
+    """Values of the tokens of a segment, the first of which is the policy's `start`th: `sizes` in characters, and the
+    numbers by which the page colours them.
     """
     count = len(segment["ids"])
     found = {name: segment[name] for name in ("sizes", "logp") if name in segment}
@@ -163,7 +163,7 @@ def _view(image: Record, folder: Path, album: dict[str, str]) -> dict[str, Any]:
 
 
 def inside(folder: Path, file: str) -> Path | None:
-    """A file of a folder, by a name that a record has; none that is elsewhere."""
+    """The path of a file that a record names; None if it is missing or outside the folder."""
     path = (folder / file).resolve()
     return path if path.is_relative_to(folder.resolve()) and path.is_file() else None
 
@@ -173,15 +173,15 @@ def data_url(file: str, data: bytes) -> str:
 
 
 def thumbnail(path: Path, side: int) -> str | None:
-    """A picture of at most so many pixels a side; one that is smaller stays as sharp as it is. None of what is no
-    picture.
+    """Data URL of a picture, reduced to `side` pixels per side as JPEG; a smaller one stays lossless, as PNG. None if
+    the file is no picture.
     """
     try:
         with Image.open(path) as picture:
             form = "PNG" if max(picture.size) <= side else "JPEG"
-            picture.draft("RGB", (side, side))  # no more of a JPEG is decoded than is shown
+            picture.draft("RGB", (side, side))  # a JPEG is decoded at reduced size
             small = picture.convert("RGB")
-    except Exception:  # of a broken file Pillow raises almost anything
+    except Exception:  # Pillow raises almost anything for a broken file
         return None
     small.thumbnail((side, side))
     file = io.BytesIO()
@@ -194,7 +194,7 @@ def _is_full(album: Mapping[str, str]) -> bool:
 
 
 def _strip(advantage: Any) -> Any:
-    """Advantages by token, few enough to draw: of neighbours the one farthest from 0."""
+    """Advantages by token, at most STRIP of them: of each chunk the one farthest from 0."""
     if not isinstance(advantage, list):
         return advantage
     size = -(-len(advantage) // STRIP)

@@ -1,4 +1,4 @@
-"""The report of an evaluation: what answered, and its numbers and tables, also as lines for the terminal.
+"""The report of an evaluation: its model, results and tables; the tables also as lines for the terminal.
 
 write_eval_report(Path("runs/run-eval"))
 """
@@ -21,7 +21,7 @@ from saccade.plugins.reports.report import (
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table
 from saccade.run.folder import CONFIG, MANIFEST, METRICS, RESULTS
 
-PUBLISHED = {  # what some sets are measured by as well, and what a score may owe to
+PUBLISHED = {  # further metrics of some sets, and checks for what inflates a score
     "section_mean": ("mean of sections", True),
     "strict": ("strict", True),
     "loose": ("loose", True),
@@ -39,11 +39,11 @@ TITLES = {
 }
 LABELS = {"overturn_frac": "cut off", "turns_mean": "turns", "all_rotations": "all rotations"}
 COUNTS = ("items", "episodes", "turns_mean")  # numbers that are no shares
-BESIDE_COLUMNS = ("ci_low", "ci_high", "score_items")  # what is no column
+BESIDE_COLUMNS = ("ci_low", "ci_high", "score_items")  # metrics without a column of their own
 
 
 def table_lines(name: str, found: Mapping[str, Any]) -> list[str]:
-    """The tables of one set as lines of text; of many numbers of answers the powers of two and the last."""
+    """The tables of one set as lines of text; of `by_k` only the powers of two and the last k."""
     ks = found.get("by_k") or {}
     shown = {k: row for k, row in ks.items() if int(k).bit_count() == 1 or k == [*ks][-1]}
     found = {**found, "by_k": shown}
@@ -66,17 +66,17 @@ def _text(cell: Cell) -> str:
 
 
 def write_eval_report(folder: Path) -> Path:
-    """From what an evaluation left in its folder."""
+    """Write report.html from the files of an evaluation and return its path."""
     return write_with_episodes(folder, eval_report(folder))
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Whether an evaluation wrote into the folder of a run or of an evaluation. Both hold their config."""
+    """Whether a folder is that of an evaluation, not of a run: it has results, or a config without metrics."""
     return (folder / RESULTS).exists() or ((folder / CONFIG).exists() and not (folder / METRICS).exists())
 
 
 def eval_report(folder: Path) -> Report:
-    """Of an evaluation, without its episodes."""
+    """The report of an evaluation, without its episodes."""
     said: list[str] = []
     results, manifest = read_results(folder, said.append), read_facts(folder, said.append)
     return Report(
@@ -90,7 +90,7 @@ def eval_report(folder: Path) -> Report:
 
 
 def read_facts(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
-    """The manifest of an evaluation; those of earlier versions have none."""
+    """The manifest of an evaluation; empty for those of earlier versions, which have none."""
     return read_file(folder / MANIFEST, json.loads, say) if (folder / MANIFEST).exists() else {}
 
 
@@ -101,7 +101,7 @@ def what_answered(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_results(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
-    """What was measured, by set."""
+    """The results of each set."""
     return read_file(folder / RESULTS, lambda text: named_sections(json.loads(text)), say)
 
 

@@ -1,4 +1,4 @@
-"""The report of a run folder: how good, how long, with what, and what it said.
+"""The report of a run folder: results, times, options, curves and stored rollouts.
 
 from_run(Path("runs/quickstart"))
 """
@@ -30,13 +30,13 @@ log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
 
-BINS = 150  # of one curve, each with its lowest and its highest point
-SMOOTH_FROM = 30  # points from which a running mean is drawn over the curve
+BINS = 150  # of a long curve; the lowest and the highest point of each are drawn
+SMOOTH_FROM = 30  # fewest points of a curve over which a running mean is drawn
 # Title -> metrics and their labels. A title with % is drawn in per cent.
 CHARTS: Mapping[str, Mapping[str, str]] = {
     "Accuracy of training rollouts, %": {"reward/accuracy": "accuracy"},
     "Reward": {"reward/mean": "mean"},
-    "Reward parts": {},  # whatever the terms of a run are called
+    "Reward parts": {},  # filled in with the reward terms of the run
     "Groups without signal, %": {f"group/{n}_frac": n.replace("_", " ") for n in ("dead", "all_right", "all_wrong")},
     "Groups by share of right answers, %": {f"group/solved_{least}": f"from {least} %" for least in QUARTERS},
     "SFT loss": {"sft/loss": "loss"},
@@ -59,7 +59,7 @@ CHARTS: Mapping[str, Mapping[str, str]] = {
     "Seconds per step": {"time/step": "step", "time/rollout": "rollout", "time/update": "update"},
     "Memory (GiB)": {"mem/host_rss_gb": "host", "mem/gpu_peak_gb": "GPU peak"},
 }
-DULL = {"Cut responses, %": 0.0, "Repeated text, %": 0.0, "Turns": 1.0}  # folded away where it never leaves this value
+DULL = {"Cut responses, %": 0.0, "Repeated text, %": 0.0, "Turns": 1.0}  # folded away if it is this value throughout
 NOT_PARTS = {"mean", "std", "min", "max", "accuracy", "abstain_rate", "error_rate", "clip_frac"}
 INTERVALS = "Brackets hold 95 % intervals over the items of a set."
 BESIDE_ACCURACY = {  # metric -> label, whether it is a share
@@ -80,7 +80,7 @@ def from_run(folder: Path) -> Path:
 
 
 def write_with_episodes(folder: Path, report: Report) -> Path:
-    """With its episodes. What cannot be read is left out and said, here and in the page."""
+    """Write report.html with the folder's episodes. What cannot be read is left out, with a note in log and page."""
     said: list[str] = []
     episodes = stored_episodes(folder, said.append)
     for note in (*report.left_out, *said):
@@ -89,7 +89,7 @@ def write_with_episodes(folder: Path, report: Report) -> Path:
 
 
 def run_report(folder: Path) -> Report:
-    """Of any run folder, without its episodes."""
+    """The report of any run folder, without its episodes."""
     if not (folder / CONFIG).exists():
         raise ConfigError(f"{folder} is no run folder: it has no {CONFIG}; name one such as runs/run")
     said: list[str] = []
@@ -125,7 +125,7 @@ def texts_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read_numbers(folder: Path, say: Callable[[str], object]) -> list[dict[str, Any]]:
-    """Rows of metrics without texts. `say` hears of those that stand where other rows have numbers."""
+    """Rows of metrics without texts. `say` gets a message for each metric that is a text in some rows only."""
     rows = read_metrics(folder, say)
     texts = {name: row["step"] for row in reversed(rows) for name, value in row.items() if isinstance(value, str)}
     kept = [{name: value for name, value in row.items() if isinstance(value, float | int | None)} for row in rows]
@@ -135,13 +135,13 @@ def read_numbers(folder: Path, say: Callable[[str], object]) -> list[dict[str, A
 
 
 def read_options(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
-    """The config of a run; of what cannot be read, empty sections."""
+    """The config of a run; sections that cannot be read are empty."""
     sections: dict[str, Any] = {name: {} for name in ("run", "model", "rollout", "algorithm", "save")}
     return sections | read_file(folder / CONFIG, lambda text: named_sections(yaml.safe_load(text)), say)
 
 
 def named_sections(found: Any) -> dict[str, Any]:
-    """Those that are not empty."""
+    """The sections that are not null; raises ValueError if `found` is not a mapping of sections."""
     if not (isinstance(found, Mapping) and all(isinstance(section, Mapping | None) for section in found.values())):
         raise ValueError("expected sections with names and values")
     return {name: section for name, section in found.items() if section is not None}
@@ -156,7 +156,7 @@ def read_file(file: Path, parse: Callable[[str], Any], say: Callable[[str], obje
 
 
 def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
-    """Tiles: how good, how long, with what."""
+    """Tiles at the top of the page: results, steps, time, model, algorithm."""
     facts = {}
     names = dict.fromkeys(name for row in rows for name in row)
     for name, leaf in validation_measures(names):
@@ -185,7 +185,7 @@ def duration(seconds: float) -> str:
 
 
 def before_after(rows: Rows) -> list[Table]:
-    """Each validation set the first and the last time it was measured; no table without any."""
+    """A table of each validation set at its first and last measurement; empty without any."""
     lines: list[tuple[Cell, ...]] = []
     steps = set()
     measures = validation_measures({name for row in rows for name in row})
@@ -243,7 +243,7 @@ def _shown(row: Row, metric: str) -> str:
 
 
 def charts_of(rows: Rows) -> list[Chart]:
-    """Validation first, then the charts above, then each other metric in a chart of its own."""
+    """Validation first, then CHARTS, then each other metric in a folded chart of its own."""
     points = _points(rows)
     charts, drawn = [], {"step", "time"}
     for kind in ("accuracy", "score"):
@@ -271,7 +271,7 @@ def charts_of(rows: Rows) -> list[Chart]:
 
 
 def phase_seconds(rows: Rows) -> dict[str, float]:
-    """Seconds of each phase over the run, largest first, and of what is in none."""
+    """Seconds of each phase over the run, largest first, with `other` for time in no phase."""
     points = _points(rows)
     named = [name for name in points if re.fullmatch(r"time/[^/]+", name)]
     totals = {name.removeprefix("time/"): sum(y for _, y in points[name]) for name in named}
@@ -292,7 +292,7 @@ def _points(rows: Rows) -> dict[str, list[Point]]:
 
 
 def _curve(name: str, points: Sequence[Point]) -> Curve:
-    """Few enough points to draw; the first, the last and every peak stay where they are."""
+    """A curve with few enough points to draw: the first, the last, and the lowest and highest of each chunk."""
     size = math.ceil(len(points) / BINS)
     places = range(0, len(points), size)
     thin, mean = points, list[Point]()

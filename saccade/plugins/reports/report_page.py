@@ -1,7 +1,7 @@
-"""A report as data, and the page that draws it: `report_page.html`, one file without a network.
+"""A report as data, and the page that draws it: `report_page.html`, one file that loads nothing from a network.
 
-The page is a function of one JSON block, so a server can feed it as well. It puts data into text
-nodes alone, and its policy allows no script but its own.
+The page draws one JSON block, which a server can supply as well. It puts data into text nodes only,
+and its content security policy allows no other script.
 
     write_report(Path("report.html"), Report(title="first", notes=("nothing yet",)))
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 PAGE = Path(__file__).with_name("report_page.html")
 START = "// -- start"
-VERSION = 1  # of the JSON; raise it when the page reads something in another way
+VERSION = 1  # of the JSON format that the page reads; increase it with each change
 
 Point = tuple[float, float]  # step, value
 
@@ -30,7 +30,7 @@ class Estimate:
     high: float | None = None
     percent: bool = True
     change: bool = False  # a difference: shown with its sign
-    tone: bool = True  # a difference whose rise is good, in colour
+    tone: bool = True  # a difference: coloured, as a rise is good
 
 
 Cell = str | Estimate | None  # None is an empty cell
@@ -70,9 +70,9 @@ class Report:
     tables: Sequence[Table] = ()
     charts: Sequence[Chart] = ()
     phases: Mapping[str, float] = field(default_factory=dict)  # name -> seconds
-    # As `episodes.stored_episodes` makes them.
+    # From `episodes.stored_episodes`.
     episodes: Mapping[str, Any] = field(default_factory=lambda: {"items": [], "pictures": {}, "note": ""})
-    texts: Mapping[str, str] = field(default_factory=dict)  # long ones, folded away
+    texts: Mapping[str, str] = field(default_factory=dict)  # title -> long text, folded away
     version: int = VERSION
 
 
@@ -85,8 +85,8 @@ def write_report(path: Path, report: Report) -> Path:
 
 
 def page_with(data: Any, *, style: str = "", start: str = "", policy: str = "") -> str:
-    """The page around its data. Another page draws with the same functions: more `style`, a script that
-    begins in another way, more rules of what it may load.
+    """The page with its data. Other pages reuse its functions: with more `style`, with `start` in place of the script
+    after START, and with more rules in the content security `policy`.
     """
     page = PAGE.read_text(encoding="utf-8").replace("</style>", f"{style}</style>", 1)
     page = page.replace("default-src 'none'", f"default-src 'none'{policy}", 1)
@@ -96,7 +96,7 @@ def page_with(data: Any, *, style: str = "", start: str = "", policy: str = "") 
     assert mark, "the script of the page says where it begins"
     script = page.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # ASCII alone and no "<": nothing in the data can end the block that holds it.
+    # ASCII only and no "<": nothing in the data can end the block that holds it.
     block = json.dumps(plain(data), allow_nan=False).replace("<", "\\u003c")
     return page.replace("SCRIPT_HASH", f"sha256-{digest}", 1).replace("REPORT_JSON", block, 1)
 

@@ -1,4 +1,4 @@
-"""What responses are like, whatever they are worth: whether they go round in circles, and whether they look again.
+"""Metrics of the text of responses, independent of reward: repetition, and phrases that announce a second look.
 
 >>> repeated(np.array([5, 6, 7, 8, 5, 6, 7, 8]))
 0.2
@@ -12,9 +12,9 @@ import numpy as np
 
 from saccade.types import Trajectory
 
-RUN = 4  # tokens
-MIX = np.array([1, 1_000_003, 998_244_353, 6_700_417_000_081])  # makes one number of a run
-AGAIN = "re-?(?:calculate|check|consider|count|do|evaluate|examine|read|think|verify|view|visit)"  # but no reason
+RUN = 4  # tokens that count as repeated if they occurred in the same order before
+MIX = np.array([1, 1_000_003, 998_244_353, 6_700_417_000_081])  # hashes a run into one number
+AGAIN = "re-?(?:calculate|check|consider|count|do|evaluate|examine|read|think|verify|view|visit)"  # not "reason"
 LOOKS_AGAIN = re.compile(
     rf"\b(?:wait|hmm|re-?check|double[- ]check|re-?evaluate|on second thought|let me (?:check|verify|{AGAIN}))\b", re.I
 )
@@ -29,7 +29,7 @@ def response_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def repeated(ids: np.ndarray) -> float:
-    """Share of the runs of tokens that were there before."""
+    """Share of the runs of RUN tokens that occurred before in the response."""
     if len(ids) < RUN:
         return 0.0
     runs = sum(mix * ids[at : at + len(ids) - RUN + 1] for at, mix in enumerate(MIX))

@@ -1,7 +1,7 @@
-"""A rollout as JSON with named fields: the one form of which each file that users read shows columns.
+"""A rollout as JSON with named fields, from which each file for users takes its columns.
 
-What programs read back bit by bit (checkpoints, messages between processes) goes through `system.codec`,
-and a reward is given a `RewardSample`. A file lists its columns: under which name it shows which field.
+Exact copies for programs (checkpoints, messages between processes) go through `system.codec` instead, and rewards
+get a `RewardSample`. A file lists its columns as {column name: field name}.
 
     >>> rollout_row({"answer": "gold", **same("reward", "response")}, group, trajectory, family)
     {'answer': '7', 'reward': 1.0, 'response': 'It is 7.'}
@@ -32,20 +32,20 @@ class _Rollout(NamedTuple):
 def rollout_row(
     columns: Mapping[str, str], group: Group, trajectory: Trajectory | None = None, family: Family | None = None
 ) -> dict[str, Any]:
-    """The fields of a rollout under the names that `columns` gives them. Those of its sample need no
-    trajectory, and those that hold no text of a model no family.
+    """The fields of a rollout by the names in `columns` (column -> field). Fields of the sample need no
+    trajectory; only `response`, `segments` and `think_prefilled` need a family.
     """
     rollout = _Rollout(group, trajectory, family)
     return {column: FIELDS[name](rollout) for column, name in columns.items()}
 
 
 def same(*names: str) -> dict[str, str]:
-    """Columns that are called as their fields are."""
+    """Columns with the names of their fields."""
     return {name: name for name in names}
 
 
 def message_record(message: Message, name: Callable[[Media], str]) -> dict[str, Any]:
-    """A message with its parts in order; a medium is shown as its `name`."""
+    """A message as JSON, its parts in order; a medium is replaced by its `name`."""
     content = [
         {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind, part.kind: name(part)}
         for part in message.parts
@@ -54,13 +54,13 @@ def message_record(message: Message, name: Callable[[Media], str]) -> dict[str, 
 
 
 def picture_name(media: Media) -> str:
-    """Equal names mean equal pixels; a crop may carry the hash of the image it was cut from."""
+    """Equal names mean equal pixels: the name includes the box, as a crop may have the hash of its source image."""
     box = "" if media.box is None else "-" + "-".join(str(edge) for edge in media.box)
     return safe_name(media.hash) + box
 
 
 def safe_name(name: str) -> str:
-    """A name of data as a file name that cannot leave its folder."""
+    """A name from the data as a file name that cannot point outside its folder."""
     return re.sub(r"[^\w.=+-]|^\.+", "_", name) or "_"
 
 
@@ -73,14 +73,14 @@ def _media(rollout: _Rollout) -> list[dict[str, Any]]:
 
 
 def _segments(rollout: _Rollout) -> Iterator[dict[str, Any]]:
-    """Runs of one source, cut around images; the placeholders of an image are one entry."""
+    """Runs of tokens from one source, split around images; all placeholders of an image are one entry."""
     trajectory = rollout.trajectory
     spans = {span.start: span for span in trajectory.media}
     inside = np.zeros(len(trajectory.ids), bool)
     for span in trajectory.media:
         inside[span.start : span.end] = True
     changes = np.flatnonzero((np.diff(trajectory.sources) != 0) | np.diff(inside)) + 1
-    # Two images can touch: each start is a cut of its own.
+    # Two images can be adjacent, so each start is a cut of its own.
     cuts = sorted({0, *changes.tolist(), *spans, len(trajectory.ids)})
     for start, end in pairwise(cuts):
         ids = trajectory.ids[start:end].tolist()
@@ -97,17 +97,17 @@ def _segments(rollout: _Rollout) -> Iterator[dict[str, Any]]:
 
 
 def token_sizes(ids: np.ndarray, text: str, decode: Callable[[Any], str]) -> list[int]:
-    """How many characters of the text each token is; of tokens that share one, the last has it."""
+    """Characters of the text for each token; a character of several tokens counts for the last."""
     pieces = {token: decode([token]) for token in set(ids.tolist())}
     if "".join(pieces[token] for token in ids.tolist()) == text:
         return [len(pieces[token]) for token in ids.tolist()]
-    stream = TextStream(decode)  # slower: for tokens that are read together
+    stream = TextStream(decode)  # slower: for tokens that only decode together
     sizes = [len(stream.add(ids[:end])) for end in range(1, len(ids) + 1)]
     return [*sizes[:-1], sizes[-1] + len(stream.finish(ids))]
 
 
 def _advantage(rollout: _Rollout) -> Any:
-    """One number when it is the same on every token, as outcome estimators give it."""
+    """The advantages of the tokens; one number if all are equal, as with outcome estimators."""
     values = rollout.trajectory.advantages
     if values is None or len(values) == 0:
         return None

@@ -1,7 +1,7 @@
 """Rollouts on disk: one JSON record per trajectory, each image once.
 
-A thread does the work, so a step never waits; what goes wrong there is reported once and costs
-records, not the run.
+A background thread does the work, so a step never waits. Errors there are logged once; they lose
+records, but do not stop the run.
 
     writer = TrajectoryWriter(Path("runs/first"))
     writer.write(10, groups, family, version=10)
@@ -37,12 +37,12 @@ STORED = {
 }
 IMAGES = "images"
 LARGEST_SIDE = 512
-LARGEST_SEEN = 1024  # as the model saw it
+LARGEST_SEEN = 1024  # longest side of a copy at the size that the model saw
 FEW_COLOURS = 256  # drawings with so few stay sharp as PNG; photographs are smaller as JPEG
 
 
 class TrajectoryWriter:
-    """Writes groups in the background until it is closed. `image` decodes an image: upright RGB."""
+    """Writes groups in a background thread until it is closed. `image` decodes an image to upright RGB."""
 
     def __init__(self, folder: Path, image: Callable[[Media], np.ndarray] = DECODED.get) -> None:
         self._run, self._root = folder.name, folder / TRAJECTORIES
@@ -86,7 +86,7 @@ class TrajectoryWriter:
         self._thread.submit(lambda: None).result()
 
     def truncate_after(self, step: int) -> None:
-        """Forget what a killed run stored after the checkpoint that is resumed from."""
+        """Delete what a killed run stored after `step`, from whose checkpoint it is resumed."""
         for file, written in steps_of(self._root.rglob("step-*.jsonl")).items():
             if written > step:
                 file.unlink()
@@ -100,8 +100,8 @@ class TrajectoryWriter:
             log.warning(text)
 
     def _picture(self, span: MediaSpan, unit: int | None, several: bool) -> dict[str, Any]:
-        """The record of an image. `unit`: the side of what the model sees as one token, which says
-        at which size it saw images; those of `several` turns are stored like that, too.
+        """The record of an image. `unit`: pixels per side of one image token, from which follows the size at which the
+        model saw the image; with `several` turns a copy of that size is stored, too.
         """
         media = span.media
         record: dict[str, Any] = {
@@ -123,8 +123,8 @@ class TrajectoryWriter:
         return record
 
     def _stored(self, media: Media, size: tuple[int, int] | None = None) -> str | None:
-        """File of an image relative to trajectories/, made on first sight; None when it cannot be
-        made.
+        """File of an image relative to trajectories/, written when the image is first met; None if that
+        fails.
         """
         name = picture_name(media) + ("" if size is None else f"-seen-{size[0]}x{size[1]}")
         if media.kind == "image" and name not in self._files:
@@ -142,7 +142,7 @@ class TrajectoryWriter:
 def read_trajectories(
     run: Path, kind: str, step: int, say: Callable[[str], object] = log.warning
 ) -> Iterator[dict[str, Any]]:
-    """Records of one step of a run folder; `say` hears of lines that are none."""
+    """Records of one step of a run folder; `say` gets a message for each line that is no record."""
     with _file_of(run / TRAJECTORIES, kind, step).open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -170,14 +170,14 @@ def _file_of(root: Path, kind: str, step: int) -> Path:
 
 
 def steps_of(files: Iterable[Path]) -> dict[Path, int]:
-    """Files of rollouts with their steps, without those of other names, such as copies that somebody made."""
+    """File of rollouts -> its step; files with other names, such as copies made by hand, are left out."""
     named = {file: file.stem.removeprefix("step-") for file in files}
     return {file: int(number) for file, number in named.items() if number.isdecimal()}
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it, also what a reward or an environment noted."""
-    if value is None or isinstance(value, int | str):  # first: most of it are ids of tokens
+    """A value that JSON can hold, from anything that a reward or an environment noted in `info`."""
+    if value is None or isinstance(value, int | str):  # first, as most values are token ids
         return value
     if isinstance(value, float):
         return round(value, 6) if math.isfinite(value) else None
@@ -192,7 +192,7 @@ def _plain(value: Any) -> Any:
 
 
 def _views(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Each image as its episode calls it, which one it was cut from, and where in that one."""
+    """For each image its name in the episode, the image it was cut from, and the box in that image."""
     calls = trajectory.info.get("tool_calls") or ()
     shown = {call.get("observation"): call for call in calls}
     asked = sum(span.start < trajectory.prompt_length for span in trajectory.media)

@@ -1,7 +1,7 @@
-"""What a folder of runs holds: the runs, and an index of their stored rollouts.
+"""The runs in a folder, and an index of their stored rollouts.
 
-Of a rollout, memory holds where its line is in which file, what it is filtered by, and its words;
-the line itself is read when somebody looks at it. A file is read again when it has changed.
+The index holds in memory the file and position of a rollout's line, its values for filters, and its words;
+the line itself is read on demand. A file is read again when it has changed.
 
     Runs(Path("runs")).rollouts(Path("runs/first"))[0].row
 """
@@ -18,42 +18,42 @@ from saccade.plugins.reports.episodes import Record, episode_of, question_of, sh
 from saccade.plugins.reports.trajectories import steps_of
 from saccade.run.folder import CHECKPOINTS, CONFIG, METRICS, RESULTS, TRAJECTORIES
 
-PASSED_OVER = {TRAJECTORIES, CHECKPOINTS, "tensorboard", "bad-batches"}  # no runs are in there
-SAMPLES = "samples.jsonl"  # every answer of an evaluation, of which some are stored whole
-# Of a stored rollout: what it is filtered and sorted by.
+PASSED_OVER = {TRAJECTORIES, CHECKPOINTS, "tensorboard", "bad-batches"}  # folders that hold no runs
+SAMPLES = "samples.jsonl"  # every answer of an evaluation; trajectories/ has some of them, with tokens and images
+# The values by which stored rollouts are filtered and sorted.
 COLUMNS = ("set", "step", "id", "sample", "source", "status", "verdict", "outcome", "reward", "length", "turns")
 
 
-# Numbers of each token, most of a line, which the index does without: it is read three times as fast. In a text
-# the quotes around the names are escaped.
+# Lists with a number for each token: most of a line, but not needed by the index. Without them a line is parsed three
+# times as fast. Texts do not match, as the quotes in them are escaped.
 BY_TOKEN = re.compile(rb'"(ids|logp|sizes|trainer_logp|entropy|advantage)": \[[-+0-9., enul]*\]')
 
 
 class Stored(NamedTuple):
-    """A rollout that is on disk."""
+    """A rollout on disk."""
 
     file: Path
     start: int  # byte at which its line begins
     size: int
     row: tuple[Any, ...]  # by COLUMNS
-    words: str  # what a search looks in
+    words: str  # searched text, in lower case
 
 
 class Indexed(NamedTuple):
-    """A file of rollouts as it was when it was read."""
+    """The rollouts of a file, and its stamp when they were read."""
 
     stamp: tuple[int, int] = (0, 0)
     rollouts: Sequence[Stored] = ()
-    left_out: Sequence[str] = ()  # lines that are none
+    left_out: Sequence[str] = ()  # messages about lines that are no rollouts
 
 
 class Runs:
-    """The runs below a folder. Threads may share it."""
+    """The runs below a folder. Thread-safe."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self._files: dict[Path, Indexed] = {}
-        self._seen: dict[Path, dict[Path, None]] = {}  # of a run, the files in the order in which they came
+        self._seen: dict[Path, dict[Path, None]] = {}  # run -> its files in order of appearance
         self._lock = Lock()
 
     def folders(self) -> dict[str, Path]:
@@ -68,14 +68,14 @@ class Runs:
         return found
 
     def state(self, folder: Path) -> tuple[list[tuple[int, int]], int]:
-        """Something that is another when the run has written something, and how many files are not read yet."""
+        """Returns stamps that differ once the run has written something, and the number of files not yet read."""
         stamps = {file: stamp_of(file) for file in self._ordered(folder)}
         unread = sum(self._files.get(file, Indexed()).stamp != stamp for file, stamp in stamps.items())
         return [stamp_of(folder / METRICS), stamp_of(folder / RESULTS), *stamps.values()], unread
 
     def rollouts(self, folder: Path, enough: Callable[[Sequence[Stored]], bool] = lambda found: False) -> list[Stored]:
-        """All of a run by step, those of training first. What comes later is behind: a place stays one's own. From
-        when those found are `enough`, no further file is read.
+        """All rollouts of a run by step, training before validation. Files that appear later are appended, so an index
+        stays valid. Once `enough(found)` is true, no further file is read.
         """
         found: list[Stored] = []
         for file in self._ordered(folder):
@@ -89,11 +89,11 @@ class Runs:
         return found
 
     def left_out(self, folder: Path) -> list[str]:
-        """Lines that are no rollouts, of the files that have been read."""
+        """Messages about lines that are no rollouts, in the files read so far."""
         return [text for file in self._ordered(folder) for text in self._files.get(file, Indexed()).left_out]
 
     def _ordered(self, folder: Path) -> list[Path]:
-        """The order in which they came, what an evaluation has of each answer last."""
+        """The files of a run in order of appearance, samples.jsonl last."""
         files, samples = _rollout_files(folder), folder / SAMPLES
         with self._lock:
             there, known = dict.fromkeys(files), self._seen.setdefault(folder, {})
@@ -110,18 +110,18 @@ class Runs:
                 yield _record(one.file, file.read(one.size))
 
     def _of_file(self, file: Path) -> Indexed:
-        with self._lock:  # two that ask at once do not read the same file twice
+        with self._lock:  # so that simultaneous requests do not read a file twice
             if not self._is_read(file):
                 left_out: list[str] = []
                 try:
                     self._files[file] = Indexed(stamp_of(file), [*_read(file, left_out.append)], left_out)
-                except FileNotFoundError:  # it has gone, as when a run is resumed from an earlier step
+                except FileNotFoundError:  # deleted, as when a run is resumed from an earlier step
                     self._files[file] = Indexed()
             return self._files.get(file, Indexed())
 
 
 def stamp_of(file: Path) -> tuple[int, int]:
-    """Another one when the file has changed."""
+    """(modification time in ns, size): another value when the file has changed; zeros without a file."""
     try:
         about = file.stat()
     except FileNotFoundError:
@@ -142,7 +142,7 @@ def _read(file: Path, say: Callable[[str], object]) -> Iterator[Stored]:
             try:
                 record = _record(file, BY_TOKEN.sub(rb'"\1": []', line))
                 images = [{**image, "file": None, "seen_file": None} for image in record["images"]]
-                episode_of({**record, "images": images}, file.parent, {})  # or raises: it could not be shown
+                episode_of({**record, "images": images}, file.parent, {})  # raises if it cannot be shown
                 yield Stored(file, start, len(line), _row(record), _words(record))
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 say(f"{file}, line {number} is no rollout and is left out ({type(error).__name__}: {error})")
@@ -150,7 +150,7 @@ def _read(file: Path, say: Callable[[str], object]) -> Iterator[Stored]:
 
 
 def _record(file: Path, line: bytes) -> Record:
-    """A stored rollout; from a line that an evaluation has of each answer, the same without tokens and images."""
+    """A stored rollout; from a line of samples.jsonl the same fields, without tokens and images."""
     found = json.loads(line)
     if file.name != SAMPLES:
         return found

@@ -1,4 +1,4 @@
-"""The viewer: what its page asks for, as a server, or all of it in one file.
+"""The viewer: a server of the data that its page requests, or a page with all of it in one file.
 
 with running(view_app(Runs(Path("runs")), token="sesame"), "127.0.0.1", 8300): ...
 """
@@ -38,17 +38,17 @@ THUMBNAIL = 96  # pixels of its longer side
 BRIEF = 240  # characters of a question and an answer in the list
 MOST = 200  # rollouts of one request
 MOST_IN_FILE = 2000  # rollouts of a run in a page without a server
-PATIENCE = 0.1  # seconds that a page waits for rollouts to be read; then it shows the first ones
-GLANCE = 0.2  # seconds between looks whether to stop
+PATIENCE = 0.1  # seconds that a request may read rollouts; then it returns those read so far
+GLANCE = 0.2  # seconds between checks for a stop signal
 Json = dict[str, Any]
 _small = lru_cache(maxsize=4096)(thumbnail)
 
 
-# -- what the page asks for ------------------------------------------------------------------------
+# -- data of the page ------------------------------------------------------------------------------
 
 
 def list_runs(runs: Runs) -> list[Json]:
-    """Newest first."""
+    """All runs, the most recently written first."""
     listed = []
     for name, folder in runs.folders().items():
         stamp, unread = runs.state(folder)
@@ -60,7 +60,7 @@ def list_runs(runs: Runs) -> list[Json]:
 
 
 def show_run(runs: Runs, run: str) -> Json:
-    """Its report, and its options by their dotted names."""
+    """The report of a run, and its options by their dotted names."""
     folder = _folder(runs, run)
     options = dict(_flat(read_options(folder, _said_elsewhere))) if (folder / CONFIG).exists() else {}
     if is_evaluation(folder):
@@ -70,7 +70,7 @@ def show_run(runs: Runs, run: str) -> Json:
 
 
 def list_rollouts(runs: Runs, run: str, seconds: float = inf) -> Json:
-    """Columns of its rollouts, as many as can be read in time; a rollout is named by its place in them."""
+    """Columns of a run's rollouts, as many as can be read in `seconds`; a rollout is identified by its index."""
     folder = _folder(runs, run)
     rows = [one.row for one in runs.rollouts(folder, _after(seconds))]
     columns = {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
@@ -88,13 +88,13 @@ def _after(seconds: float) -> Callable[[Any], bool]:
 
 
 def brief_rollouts(runs: Runs, run: str, at: Sequence[int]) -> list[Json]:
-    """As the list shows them."""
+    """The rollouts at these indices as the list shows them: start of question, end of answer, thumbnail."""
     folder = _folder(runs, run)
     return [_brief(record, folder / TRAJECTORIES) for record in _records(runs, folder, at)]
 
 
 def show_rollouts(runs: Runs, run: str, at: Sequence[int], words: bool = False) -> Json:
-    """Whole, with their pictures; or their words alone."""
+    """The rollouts at these indices, whole with their pictures; with `words` their texts only."""
     album: dict[str, str] = {}
     folder = _folder(runs, run)
     records = ({**r, "images": ()} if words else r for r in _records(runs, folder, at))
@@ -103,7 +103,7 @@ def show_rollouts(runs: Runs, run: str, at: Sequence[int], words: bool = False) 
 
 
 def _folder(runs: Runs, run: str) -> Path:
-    """Names are looked up, so no name leads elsewhere."""
+    """The folder of a run. Names are looked up, so none leads outside the root."""
     found = runs.folders()
     if run not in found:
         raise BadRequest("run", f"{run!r} is not in this folder; there is {', '.join(found) or 'none'}", status=404)
@@ -130,7 +130,7 @@ def _brief(record: Mapping[str, Any], folder: Path) -> Json:
 
 @lru_cache(maxsize=1024)
 def _facts(folder: Path, metrics: tuple[int, int], results: tuple[int, int]) -> Mapping[str, str]:
-    """The stamps say of which state of the files; they are not read again before they change."""
+    """Facts of a run for the list. The stamps are cache keys: files are read again only when they change."""
     if is_evaluation(folder):
         found = read_results(folder, _said_elsewhere)
         shares = {n: one["accuracy"] for n, one in found.items() if isinstance(one.get("accuracy"), float | int)}
@@ -143,7 +143,7 @@ def _facts(folder: Path, metrics: tuple[int, int], results: tuple[int, int]) -> 
 
 
 def _said_elsewhere(text: str) -> None:
-    """What is left out of a run: its report says it."""
+    """Ignores messages about what is left out of a run: its report shows them."""
 
 
 def _flat(options: Mapping[str, Any], before: str = "") -> Any:
@@ -158,7 +158,7 @@ def _flat(options: Mapping[str, Any], before: str = "") -> Any:
 
 
 def view_app(runs: Runs, *, token: str) -> FastAPI:
-    """`token` is empty where none is asked for; the page holds no secret, and asks for it."""
+    """The app of the server; an empty `token` means that none is required. The page is public: it holds no secret."""
     app = json_app(Gate(token=token, public=("/",)), lambda problem: {"error": str(problem)})
 
     @app.get("/")
@@ -200,14 +200,14 @@ def _places(at: str) -> list[int]:
 
 
 def view_page(data: Any) -> str:
-    """The page of the reports with the views of several runs. A served one may ask its server."""
+    """The page of reports with the views of several runs. If it is `live`, its policy allows requests to its server."""
     more = PAGE.read_text(encoding="utf-8")
     style, script = (more.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0] for tag in ("style", "script"))
     return page_with(data, style=style, start=script, policy="; connect-src 'self'" if data["live"] else "")
 
 
 def serve(folder: Path, *, host: str, port: int, token: bool) -> None:
-    """`saccade view FOLDER`: until SIGTERM or Ctrl-C."""
+    """`saccade view FOLDER`: serves until SIGTERM or Ctrl-C."""
     runs = _opened(folder)
     secret = http_server.make_token(host, wanted=token)
     stops: list[int] = []  # a list, because a handler must not wait for a lock
@@ -222,9 +222,9 @@ def serve(folder: Path, *, host: str, port: int, token: bool) -> None:
 
 
 def _read_all(runs: Runs) -> None:
-    """What is not shown first is read meanwhile."""
+    """Read all rollouts ahead of requests, in a background thread."""
     for run in list_runs(runs):
-        with suppress(BadRequest):  # it has gone
+        with suppress(BadRequest):  # deleted meanwhile
             runs.rollouts(_folder(runs, run["name"]))
 
 
@@ -232,7 +232,7 @@ def _read_all(runs: Runs) -> None:
 
 
 def write_page(folder: Path, out: Path) -> None:
-    """Everything in one file that needs no server; of each run the first rollouts alone."""
+    """Write everything into one file that needs no server; of each run only the first rollouts."""
     require_writable(out, "--out", file=True)
     runs = _opened(folder)
     data = dict[str, Any](live=False, run={}, index={}, brief={}, rollouts={}, beyond={})
