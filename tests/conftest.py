@@ -217,7 +217,7 @@ def numbers() -> Callable[[Path], list[dict[str, Any]]]:
 def resumed(
     tmp_path: Path, same_weights: Callable[..., bool], numbers: Callable[[Path], list[dict[str, Any]]]
 ) -> Callable[..., tuple[Path, Path]]:
-    """Runs a config, then its last step again from the checkpoint before; asserts equal bits; both last checkpoints."""
+    """Runs a config, repeats its last step from the checkpoint before, asserts equal bits; returns both checkpoints."""
 
     def run(recipe: Callable[..., Any], config: dict[str, Any]) -> tuple[Path, Path]:
         whole, again = (tmp_path / name for name in ("whole", "again"))
