@@ -74,8 +74,8 @@ class Runs:
         return [stamp_of(folder / METRICS), stamp_of(folder / RESULTS), *stamps.values()], unread
 
     def rollouts(self, folder: Path, enough: Callable[[Sequence[Stored]], bool] = lambda found: False) -> list[Stored]:
-        """All rollouts of a run by step, training before validation. Files that appear later are appended, so an index
-        stays valid. Once `enough(found)` is true, no further file is read.
+        """All rollouts of a run by step, training before validation. Files that appear later come behind these (but
+        before samples.jsonl), so an index stays valid. Once `enough(found)` is true, no further file is read.
         """
         found: list[Stored] = []
         for file in self._ordered(folder):
