@@ -122,7 +122,7 @@ def answer_places(config: Config) -> tuple[str, ...]:
 def environments_of(config: Config, family: Family) -> Callable[[], Environment]:
     """Returns the function that makes the environment of each episode."""
     if config.env.coordinates == "absolute" and family.size_unit is None:
-        raise ConfigError(f"env.coordinates=absolute: {family.name} sees images in squares; use env.coordinates=milli")
+        raise ConfigError(f"env.coordinates=absolute: {family.name} sees tiles of an image; use env.coordinates=milli")
     return env_setup.environments(
         config.env,
         order=answer_places(config),

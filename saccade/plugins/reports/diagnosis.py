@@ -1,4 +1,4 @@
-"""Diagnoses early why little is learned, what it costs, and which option changes it; and what rollouts ahead would save.
+"""Diagnoses early why little is learned, what it costs, and which option changes it; and what rollouts ahead save.
 
 Averages the metrics of the last steps: as many as hold `ENOUGH` responses, `WINDOW` at most.
 
