@@ -202,5 +202,5 @@ def test_other_media_and_who_needs_one_size_of_a_picture_are_refused(family_of, 
             family.render(ask(medium, "x"))
     assert family.size_unit is None and family_of("qwen2_5_vl").size_unit == 28
     config = load_config(None, ["env.name=crop", "env.coordinates=absolute"])
-    with pytest.raises(ConfigError, match=r"absolute: .* in squares.*use env.coordinates=milli"):
+    with pytest.raises(ConfigError, match=r"absolute: .* tiles.*use env.coordinates=milli"):
         environments_of(config, family)

@@ -1,4 +1,4 @@
-"""Real vLLM over models without a family of their own, seen in squares, or with a video agrees with the trainer."""
+"""Real vLLM over models without a family of their own, with tiles, or with a video agrees with the trainer."""
 
 from contextlib import closing, contextmanager
 from dataclasses import replace
