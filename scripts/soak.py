@@ -252,6 +252,9 @@ def main() -> None:
     rl.run(options(folder / "warm", "run", "alone", ""))  # imports and caches
     pixel_cache._workers().shutdown()
     pixel_cache._workers.cache_clear()
+    for thread in threading.enumerate():  # those of the run end a moment after it
+        if thread is not threading.main_thread():
+            thread.join(10)
     assert threading.active_count() == 1, threading.enumerate()
     kills, began = multiprocessing.Value("i"), time.monotonic()
     lanes = {
