@@ -75,6 +75,9 @@ def test_the_smallest_number_of_gpus_that_is_enough_is_advised(shaped):
     assert found.advice[-1] == "run.gpus=2"
     two = planned(shaped("7b"), H200, W1, "run.gpus=2")
     assert two.memory.fits and set(two.efficiency) == {"prompts per GPU"}  # one alone has no room
+    engines = "rollout.replicas=8 run.gpus=32 rollout.engine=vllm rollout.tensor_parallel=4"  # or a copy on each GPU
+    assert planned(shaped("72b"), H200, W1, "run.gpus=64").advice[0] == engines
+    assert planned(shaped("72b"), H200, W1, *engines.split()).memory.fits
     eight = planned(shaped("7b"), H200, W1, "run.gpus=8", "train.prompts_per_step=128")
     assert eight.memory.peaks["update"] == pytest.approx(111, rel=0.1)  # as above
 

@@ -30,9 +30,9 @@ from saccade.plugins.estimate.batch_plan import (
     typical_prompts,
 )
 from saccade.plugins.estimate.flops import SENSE_OF
-from saccade.plugins.estimate.memory_items import Item, Memory, host_items, memory_of, reward_folders, weights_in
+from saccade.plugins.estimate.memory_items import GIB, Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
-from saccade.plugins.ranks.layouts import candidates, efficiency, generates, more_gpus, numbers_in, require_heads
+from saccade.plugins.ranks.layouts import NODE, candidates, efficiency, generates, more_gpus, numbers_in, require_heads
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, limit_problem
@@ -325,6 +325,7 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "rollout.max_sequences": _halves(plan.sequences, 1) if plan.generates else [],
         "train.offload": ["true"] if plan.device.is_gpu and not train.offload else [],
         "train.optimizer": smaller[smaller.index(train.optimizer) + 1 :] if plan.element < 4 else [],
+        "rollout.replicas": _engines_beside(plan),
         "train.ema": ["0"] if train.ema else [],
         "model.train": [f"{kind}{without}" for kind in adapters],
         "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),
@@ -335,6 +336,22 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "run.gpus": more_gpus(gpus, train.layout) if plan.device.is_gpu else [],
     }
     return {name: [f"{name}={value}" for value in values] for name, values in options.items() if values}
+
+
+def _engines_beside(plan: Plan) -> list[str]:
+    """Half of the GPUs generate, so the others hold no copy of all weights: as few GPUs for an engine as leave half of
+    its memory to keys and values.
+    """
+    rollout, gpus = plan.config.rollout, plan.config.run.gpus // 2
+    if gpus < NODE // 2 or plan.layout == "whole" or rollout.replicas or rollout.engine != "embedded":
+        return []
+    room = rollout.memory_share * plan.device.memory * GIB / 2
+    divided = [n for n in (1, 2, 4, NODE) if gpus % n == 0 and plan.whole.shape.key_heads % n == 0]
+    each = next((n for n in divided if plan.policy.weights / n <= room), None)
+    if each is None or gpus % plan.together or not plan.samples:
+        return []
+    engine = f" rollout.engine=vllm rollout.tensor_parallel={each}" * (each > 1)
+    return [f"{gpus // each} run.gpus={gpus}{engine}"]
 
 
 def _halves(value: int, least: int) -> list[str]:
