@@ -143,6 +143,7 @@ def test_pictures_are_scaled_where_that_saves_tokens_and_left_alone_where_nothin
     for name, options, shape in (
         ("llama4", {}, (50, 50, 3)),
         ("ovis2", {"crop_to_patches": True}, (50, 50, 3)),
+        ("idefics2", {"size": {"shortest_edge": 28, "longest_edge": 980}}, (50, 50, 3)),  # patches, though no tokens
         ("gemma3", {}, (100, 100, 3)),
     ):
         assert told(name, options).picture(small).shape == shape, name

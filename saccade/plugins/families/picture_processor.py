@@ -152,16 +152,21 @@ class PictureReader:
         self._find_budget()
 
     def _find_budget(self) -> None:
-        """Pictures are scaled down where that makes fewer tokens, but for processors that cut a small one, too."""
+        """Pictures are scaled down where that makes fewer tokens or patches, but for processors that cut a small one,
+        too.
+        """
 
-        def tokens(width: int, height: int, *budget: int) -> int:
-            return len(self.blank_row(width, height, "image", *budget).ids)
+        def row(size: tuple[int, int], *budget: int) -> PictureRow:
+            return self.blank_row(*size, "image", *budget)
 
-        usual = [tokens(*size) for size in SHAPES]
-        larger = [tokens(width * ENLARGED, height * ENLARGED) for width, height in SHAPES]
+        def cost(size: tuple[int, int]) -> int:
+            grid = row(size).grid
+            return len(row(size).ids) + sum(math.prod(grid[n : n + 3]) for n in range(0, len(grid), 3))
+
+        larger = {size: (size[0] * ENLARGED, size[1] * ENLARGED) for size in SHAPES}
         self.budget = options_of(self.processor.image_processor)
-        cut = self.budget and any(tokens(*size, 1, 1) < count for size, count in zip(SHAPES, usual, strict=True))
-        self.scales = not cut and any(small < large for small, large in zip(usual, larger, strict=True))
+        cut = self.budget and any(len(row(size, 1, 1).ids) < len(row(size).ids) for size in SHAPES)
+        self.scales = not cut and any(cost(small) < cost(large) for small, large in larger.items())
         if self.scales:
             self.budget = None
 
