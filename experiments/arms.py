@@ -40,7 +40,7 @@ STORED = re.compile(
 )
 STEPS, SAID, LONG = 60, 4, 80  # also so many answers, cut to so many characters
 COMPUTES = "import torch; torch.ones(1, device='cuda').sum().item()"
-REHEARSED, FEW = "run.max_steps=2", 8  # of --rehearse: steps of an arm, items of a validation set
+REHEARSED, FEW = ("run.max_steps=2", "train.warmup=0"), 8  # of --rehearse: steps of an arm, items of a validation set
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +252,7 @@ def rehearsed(jobs: Sequence[Job]) -> list[Job]:
         return f"{name}={json.dumps([one | {'max_samples': FEW} for one in sets])}"
 
     return [
-        replace(job, options=(*map(few, job.options), *([REHEARSED] if job.command != "eval" else [])))
+        replace(job, options=(*map(few, job.options), *(REHEARSED if job.command != "eval" else ())))
         for job in jobs
         if firsts[job.arm] is job
     ]

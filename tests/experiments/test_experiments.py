@@ -131,7 +131,13 @@ def test_a_rehearsal_is_two_steps_of_every_arm_apart_from_results(tmp_path: Path
     (tmp_path / "rows.jsonl").write_text(12 * '{"question": "What is 1 + 1?", "answer": "2"}\n')
     asked = (f"model.path={model}", "run.device=cpu", "reward.terms=[math]", "rollout.max_tokens=2")
     asked = (*asked, f"data.val={json.dumps([str(tmp_path / 'rows.jsonl')])}")
-    learned = (*asked, f"data.train={tmp_path / 'rows.jsonl'}", "train.prompts_per_step=2", "run.max_steps=9")
+    learned = (
+        *asked,
+        f"data.train={tmp_path / 'rows.jsonl'}",
+        "train.prompts_per_step=2",
+        "run.max_steps=9",
+        "train.warmup=3",
+    )
     jobs = [Job(arm="as_is", seed=3, command="eval", options=asked)]
     jobs += [Job(arm="grpo", seed=seed, command="rl", options=learned) for seed in (3, 4)]
     arguments = ["--rehearse", "--at-once", "2", "--out", str(tmp_path / "out")]
