@@ -128,7 +128,13 @@ def test_what_is_missing_is_named_with_the_line_that_fetches_it(tmp_path: Path) 
     said = str(caught.value)
     assert f"public set craigwu/vstar_bench and reads {tmp_path}/vstar_bench/test_questions.jsonl" in said
     fetch = "hf download DreamMr/HR-Bench --repo-type dataset --local-dir"
-    assert f"`{fetch} {tmp_path}/HR-Bench`" in said and "eval.folder" in said
+    assert f"`{fetch} {tmp_path}/HR-Bench --include 'hr_bench_8k.parquet'`" in said
+    commands = {name: suite.command("a") for name, suite in suites.SUITES.items()}
+    beside = {name for name, line in commands.items() if line.startswith("hf") and "--include" not in line}
+    assert beside == {  # their pictures or sounds are other files
+        "superclevr", "geoqa", "vstar", "visualprobe_easy", "visualprobe_medium", "visualprobe_hard", "mmar", "hpdv3",
+        "omnireward_t2i", "omnireward_t2v", "omnireward_t2a", "videogen_rewardbench",
+    }  # fmt: skip
     assert "eval.suites=vstarr: no such name; did you mean 'vstar'? Expected one of clevr_count, superclevr" in said
 
 

@@ -27,6 +27,8 @@ from saccade.recipes.questions import load_prompts, map_samples, require_rows
 from saccade.registry import Table
 from saccade.types import Sample
 
+FETCH = "hf download {hub} --repo-type dataset --local-dir {folder}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
@@ -37,7 +39,7 @@ class Suite:
     columns: Mapping[str, Any]
     verifier: Any
     rules: str = ""
-    fetch: str = "hf download {hub} --repo-type dataset --local-dir {folder}"
+    fetch: str = FETCH
     unpack: str = ""
     rows: int | None = None
     mapping: str = "none"  # reader of pairs, as in data.mapping; none: the set has no pairs
@@ -53,6 +55,12 @@ class Suite:
 
     def home(self, folder: str) -> Path:
         return Path(folder, self.hub.rpartition("/")[2])
+
+    def command(self, folder: str) -> str:
+        """The shell command that fetches the set: only `file` if that holds the pictures, too."""
+        beside = self.unpack or (not self.file.endswith(".parquet") and {"images", "audios"} & {*self.columns})
+        only = "" if beside or self.fetch != FETCH else f" --include '{self.file}'"
+        return self.fetch.format(hub=self.hub, folder=self.home(folder)) + only
 
     def row(self, row: Row) -> Row:
         """Convert a row of the set to a canonical row; raises RowError if a part is missing."""
@@ -104,10 +112,9 @@ def problems(config: EvalConfig) -> Iterator[str]:
             yield f"eval.suites: {name}: the set {why}; try {name.removesuffix(CIRCULAR)}"
         elif not suite_files(suite, config.folder):
             home = suite.home(config.folder)
-            fetch = suite.fetch.format(hub=suite.hub, folder=home)
             then = f", then in that folder {suite.unpack}" if suite.unpack else ""
             reads = f"{name} is the public set {suite.hub} and reads {home}/{suite.file}, which is missing"
-            yield f"eval.suites: {reads}; fetch it with `{fetch}`{then}, or set eval.folder"
+            yield f"eval.suites: {reads}; fetch it with `{suite.command(config.folder)}`{then}, or set eval.folder"
 
 
 def suite_files(suite: Suite, folder: str) -> list[Path]:
