@@ -121,7 +121,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("verifiers", "verifiers.maths:ROWS", "math geo3k"),
     ("verifiers", "verifiers.numbers:ROWS", "count number relaxed gsm8k"),
     ("verifiers", "verifiers.text_match:ROWS", "exact contains_one_of regex labels_f1 labels_recall token_f1"),
-    ("verifiers", "verifiers.text_match:ROWS", "token_recall"),
+    ("verifiers", "verifiers.text_match:ROWS", "token_recall anls"),
     ("verifiers", "verifiers.short_answers:ROWS", "choice digit dapo_math avqa verdict judge hybrid"),
     ("verifiers", "verifiers.question_kinds:ROWS", "choice_or_math typed"),
     ("verifiers", "verifiers.grounding:ROWS", "iou point medical"),

@@ -84,6 +84,18 @@ def test_rows_of_every_set(folder: Path) -> None:
         ("Which fits ?\n(A) \n(B)", (), "A", 3),
         ("How many?", (), ("24.3", "24.30"), 1),
     ]
+    assert [(row[0], row[2], len(row[1])) for row in found["mmmu_pro"]] == [("What does  show?", "J", 10)]
+    assert found["mmmu_pro_vision"] == [(shown, (), "B", 1)]
+    listed = ("The bag, on the book.", "The cat is on it.", "None", "Both")
+    assert found["mmstar"] == [("Which holds?", listed, "B", 1)]
+    assert [row[0] for row in found["mmbench"]] == ["Which is it?"] * 2 + ["Look.\nWhich is it?"]
+    assert [row[1:3] for row in found["mmbench"]][:2] == [(("a cat", "a dog"), "B"), (("a dog", "a cat"), "A")]
+    assert [s.extra[ROTATION_OF] for s in loaded("mmbench", folder).samples] == ["241", "241", "242"]
+    named = ("What eats grass?", ("fox", "3", "hare", "2"), "C", 1)
+    assert found["ai2d"] == [named, ("Which label shows the fox?", (), "D", 1)]
+    assert [row[1:3] for row in found["realworldqa"]] == [(("Left", "Right"), "B"), ((), "Yes")]
+    assert [s.id for s in loaded("pope", folder).samples] == ["random-1"]
+    assert found["docvqa"] == [("What is the date?", (), ("1/8/93", "8 January"), 1)]
     assert found["dynamath"] == [("What is the ratio?", (), "0.643", 1), ("Is f even?", ("Yes", "No"), "B", 1)]
     assert [s.extra[ROTATION_OF] for s in loaded("dynamath", folder).samples] == ["7", "7"]
     assert found["puzzlevqa"] == [("What is the missing color?", ("orange", "red", "blue"), "red", 1)]
@@ -234,7 +246,7 @@ def answers_that_are_right_now_are_scored_as_the_suites_say(folder: Path, found:
         name: one.keys() - {"think_rate", "left_out", "turns/mean", "turns/max"} for name, one in found.items()
     }
     right = {name: one["accuracy"] for name, one in again.items() if suites.suite_of(name).mapping == "none"}
-    assert right.pop("vstar:circular") == 0.75 and set(right.values()) == {1} and len(right) == 32
+    assert right.pop("vstar:circular") == 0.75 and set(right.values()) == {1} and len(right) == 40
     assert again["wemath"]["strict"] == again["hrbench4k"]["all_rotations"] == 1
     assert again["vstar:circular"]["by_category"]["direct_attributes"]["all_rotations"] == 0
     tables = page_data(folder / "again" / "report.html")["tables"]

@@ -22,6 +22,7 @@ from saccade.data.formats import LETTERS
 Row = Mapping[str, Any]
 MENTION = re.compile(r"<image ?(\d+)>")
 MARKED = re.compile(r"(?:^|\n|;\s*)[ \t]*\(?([A-Z])[).:\uff1a][ \t]*")
+IN_LINE = re.compile(r"(?:(?:options|choices):|,)\s*([A-Z]):[ \t]*", re.IGNORECASE)  # Options: A: one, B: two
 HEADING = re.compile(r"\s*(?:choices|options)\s*:?\s*\Z", re.IGNORECASE)
 IN_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 IN_PICTURE = "Answer the question that the picture shows."
@@ -35,10 +36,18 @@ TYPES = {
 
 
 def read_suite_row(
-    row: Row, columns: Mapping[str, Any], *, folder: str, needs_options: bool, rotated: bool, shuffled: bool
+    row: Row,
+    columns: Mapping[str, Any],
+    *,
+    folder: str,
+    needs_options: bool,
+    rotated: int,
+    shuffled: bool,
+    numbered: bool,
 ) -> Row:
     """`folder`: prefix to remove from paths; `needs_options`: refuse a row without options; `shuffled`: the first
-    option is correct and is moved; `rotated`: rows repeat a question with its options in several orders.
+    option is correct and is moved; `numbered`: the answer is the number of an option, from 0; `rotated`: rows repeat
+    a question with its options in several orders; above 1: their ids differ by multiples of it.
     """
     found = {part: _value(row, where) for part, where in columns.items()}
     if isinstance(found.get("category"), list):
@@ -53,7 +62,9 @@ def read_suite_row(
         raise RowError("its text lists no options (A), (B) …")
     if shuffled:
         choices, found["answer"] = _shuffled(choices, problem)
-    if [*LETTERS[: len(choices)]] == [choice.strip() for choice in choices]:  # letters of options in the picture
+    if numbered:
+        found["answer"] = LETTERS[int(found["answer"])]
+    if [*LETTERS[: len(choices)]] == [choice.strip() for choice in choices]:  # they name parts of the picture
         choices = []
     if any(MENTION.search(choice) for choice in choices):
         problem = "\n".join([problem, *(f"({letter}) {text}" for letter, text in zip(LETTERS, choices, strict=False))])
@@ -67,16 +78,16 @@ def read_suite_row(
     made: dict[str, Any] = {**found, "problem": problem, "choices": choices, "answer": _gold(found.get("answer"))}
     made |= {"images": pictures, "audios": [_picture(one, folder) for one in _listed(found.get("audios"))]}
     if rotated:
-        made[ROTATION_OF] = _same_question(problem, pictures)
+        made[ROTATION_OF] = _same_question(problem, pictures) if rotated == 1 else str(int(found["id"]) % rotated)
     return {name: value for name, value in made.items() if value not in (None, [], "")}
 
 
 def _value(row: Row, where: Any) -> Any:
     """The value of a column, the list of several columns, or a text with {column} filled in."""
     if isinstance(where, list):
-        return [row[name] for name in where if row.get(name) is not None]
+        return [row[name] for name in where if row.get(name) not in (None, "nan")]
     if "{" in where:
-        return re.sub(r"\{(\w+)\}", lambda named: str(_value(row, named[1])), where)
+        return re.sub(r"\{(\w+~?)\}", lambda named: _text(_value(row, named[1])), where)
     for name in where.removesuffix("~").split("|"):
         value: Any = row
         for step in [name] if name in row else name.split("."):
@@ -86,6 +97,10 @@ def _value(row: Row, where: Any) -> Any:
     if not where.endswith("~"):
         raise RowError(f"no column {where!r}")
     return None
+
+
+def _text(value: Any) -> str:
+    return "" if value in (None, "nan") else str(value)
 
 
 def category_of(row: Row, where: str) -> str:
@@ -100,19 +115,26 @@ def _listed(value: Any) -> list[Any]:
 
 
 def lettered(text: str) -> tuple[str, list[str]]:
-    """Split a text into the question and the options (A), B. or C: at its end."""
+    """A text, and the options (A), B. or C: at its end."""
+    marks = next((marks for pattern in (MARKED, IN_LINE) if len(marks := _marks(pattern, text)) > 1), [])
+    if not marks:
+        return text, []
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    # What follows the last option, such as how to answer, is no part of it.
+    inside = [text[mark.end() : end].strip() for mark, end in zip(marks, ends, strict=True)]
+    options = [option.split("\n")[0].strip(" ;,") for option in inside]
+    return HEADING.sub("", text[: marks[0].start()]).strip(), options
+
+
+def _marks(pattern: re.Pattern[str], text: str) -> list[re.Match[str]]:
+    """The marks of options from A on, as far as they follow each other."""
     marks: list[re.Match[str]] = []
-    for mark in MARKED.finditer(text):
+    for mark in pattern.finditer(text):
         if mark[1] == LETTERS[len(marks)]:
             marks.append(mark)
         elif mark[1] == "A":
             marks = [mark]
-    if len(marks) < 2:
-        return text, []
-    ends = [mark.start() for mark in marks[1:]] + [len(text)]
-    # Text after the last option, such as how to answer, is not part of it.
-    options = [text[mark.end() : end].strip().split("\n")[0].strip(" ;") for mark, end in zip(marks, ends, strict=True)]
-    return HEADING.sub("", text[: marks[0].start()]).strip(), options
+    return marks
 
 
 def options_of(value: Any) -> list[str]:

@@ -47,8 +47,9 @@ class Suite:
     categories: Mapping[str, Sequence[str]] = field(default_factory=dict)
     judged: bool = False
     circular: bool = False  # ask each question once per option, with the options rotated
-    rotated: bool = False  # the file itself has rows that repeat a question with its options in another order
+    rotated: int = False  # rows repeat a question with its options in another order; above 1: ids are equal modulo this
     shuffled: bool = False  # the first option of a row is correct, and is moved
+    numbered: bool = False  # the answer is the number of an option, from 0
     protocol: str = "greedy"
     metric: str = "accuracy"
     unsure: str = ""
@@ -72,6 +73,7 @@ class Suite:
             needs_options=needs_options,
             rotated=self.rotated,
             shuffled=self.shuffled,
+            numbered=self.numbered,
         )
 
 

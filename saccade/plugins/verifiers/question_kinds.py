@@ -30,10 +30,16 @@ def choice_or_math(sample: RewardSample, *, order: Sequence[str] = PLACES, scope
 
 
 def typed(
-    sample: RewardSample, *, decimals: int | None = None, order: Sequence[str] = PLACES, scope: Scope = "after_think"
+    sample: RewardSample,
+    *,
+    decimals: int | None = None,
+    alone: bool = False,
+    order: Sequence[str] = PLACES,
+    scope: Scope = "after_think",
 ) -> Score:
     """`choice` for rows with options or a letter as gold. Otherwise 1 if the answer is: for a gold number, one number
-    that is equal when rounded to the row's `precision` or to `decimals`; an equal list; a text that contains the gold.
+    that is equal when rounded to the row's `precision` or to `decimals`; an equal list; a text that contains the gold,
+    or is the gold if `alone`.
     """
     if _has_options(sample):
         return choice(sample, order=order, scope=scope)
@@ -45,7 +51,7 @@ def typed(
         own = sample.extra.get("precision")
         digits = decimals if own is None else int(own)
         return number(sample, order=places, scope=scope, decimals=digits)
-    long = min(map(len, sample.golds), default=0) >= SHORTEST
+    long = not alone and min(map(len, sample.golds), default=0) >= SHORTEST
     return (contains_one_of if long else exact)(sample, order=places, scope=scope)
 
 

@@ -51,6 +51,35 @@ def regex(sample: RewardSample, found: str | None, *, pattern: str) -> Score:
         raise ValueError(f"pattern {pattern!r}: {error}") from None
 
 
+@answering("answer_tag", "boxed", "answer_line", "whole")
+def anls(sample: RewardSample, found: str | None, *, threshold: float = 0.5) -> Score:
+    """DocVQA's score: 1 - edit distance / length of the longer text, for the nearest gold; 0 below `threshold`. Case
+    and runs of white space do not count, but the length is that of the texts as they are.
+    """
+    values = []
+    for gold in sample.golds:
+        longer = max(len(gold), len(found or ""))
+        # The distance is at least the difference of the lengths, and a long response would be slow.
+        near = found is not None and min(len(gold), len(found)) >= threshold * longer
+        values.append(1 - edit_distance(_squeezed(gold), _squeezed(found or "")) / longer if near else 0.0)
+    best = max(values, default=0.0)
+    return graded(found, best if best >= threshold else 0.0)
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def edit_distance(a: str, b: str) -> int:
+    """The number of insertions, deletions and replacements of a character that turn one text into the other."""
+    row = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        before, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            before, row[j] = row[j], before if x == y else 1 + min(before, row[j], row[j - 1])
+    return row[-1]
+
+
 def plain_text(text: str, ignore_case: bool = True) -> str:
     """Normalised text: Unicode form, white space, case, and without what `peel` removes."""
     text = unicodedata.normalize("NFC", peel(re.sub(r"\s+", " ", text).rstrip("! ")))
@@ -125,6 +154,7 @@ ROWS = {
     "exact": Verifier(function=exact),
     "contains_one_of": Verifier(function=contains_one_of),
     "regex": Verifier(function=regex, isolated=True, needs_answer=False, deadline=1.0),  # a pattern may hang
+    "anls": Verifier(function=anls, isolated=True, partial_credit=True, deadline=1.0),  # long texts take time
     "labels_f1": Verifier(function=labels_f1, partial_credit=True, best_answer=joined, blank_counts=True),
     "labels_recall": Verifier(function=_labels(recall), partial_credit=True, best_answer=joined, blank_counts=True),
     "token_f1": Verifier(function=_tokens(f1), partial_credit=True),
