@@ -1,8 +1,8 @@
 """Verdicts of the verifiers of suites against those of official scorers, on crafted responses.
 
 `official_verdicts.jsonl` holds what functions of lmms-eval (0.7.3; for `anls` its source of August 2026), PromptPG
-(TabMWP), R1-V (counting) and math-verify said, once; null where they draw an option at random. `why` names the reason
-of a difference.
+(TabMWP), R1-V (counting), math-verify and mathruler 0.1.0 (on the last box, as EasyR1 calls it) said, once; null where
+they draw an option at random. `why` names the reason of a difference.
 """
 
 import json
@@ -21,7 +21,7 @@ ROWS = [json.loads(line) for line in Path(__file__).with_name("official_verdicts
 SUITE = {
     "choice": "vstar", "chartqa": "chartqa", "mathvista": "mathvista", "mmmu_open": "mmmu", "tabmwp": "tabmwp",
     "gsm8k": "gsm8k", "aime": "aime24", "mathvision": "mathvision", "count": "superclevr", "math_verify": "math500",
-    "anls": "docvqa",
+    "anls": "docvqa", "mathruler": "geometry3k",
 }  # fmt: skip
 REASONS = {
     "place": "we read tags, boxes and answer lines that the official pattern does not know",
