@@ -34,6 +34,9 @@ def test_the_gap_of_a_group_is_that_to_the_best(folder, caplog):
     assert m[3] is None and unknown[2].value == 1  # who does not say is no group to compare with
     change, low, high = independent_difference(0.75, wilson(15, 20), 4 / 19, wilson(4, 19))
     assert (f[3].value, f[3].low, f[3].high) == approx((change, low, high)) and f[3].high < 0
+    first, again, alone = subgroup_tables(folder, ["sex", "sex", "status"])
+    assert (first, again.note) == (table, table.note.removeprefix(table.note.partition("Largest")[0]))
+    assert len(alone.rows) == 1 and alone.note == ""  # no gap of one group
     with pytest.raises(ConfigError, match="--by age: no row of xray has it; rows have sex"):
         subgroup_tables(folder, ["age"])
     with (folder / "samples.jsonl").open("a") as file:  # a set that does not say

@@ -201,6 +201,28 @@ def test_two_runs_side_by_side(browser, server):
     assert troubles(browser, server) == []
 
 
+@needs_browser
+def test_side_by_side_opens_two_things(browser, server, tmp_path):
+    """Not a run against itself at the same step, but another step, or another run where it has one step."""
+    chosen = "['left', 'other', 'right'].map(name => document.querySelector(`[aria-label=${name}]`)?.value).join()"
+    look(browser, server, view="sides", run="first", left="val/six \u00b7 step 2")
+    browser.until(f"{chosen} === 'val/six \u00b7 step 2,first,val/six \u00b7 step 1'")
+    for name in ("base", "tuned"):
+        (tmp_path / name).mkdir()
+        store(tmp_path / name, answers("one", right=True), steps=[0], kind="val/six")
+        results = {"six": {"accuracy": 0.5}} if name == "base" else {"five": {"accuracy": 0.5}}
+        (tmp_path / name / "results.json").write_text(json.dumps(results))
+    config = load({"run": {"out": str(tmp_path), "name": "trained"}})
+    with open_folder(config, "rl", {}, config.algorithm) as folder:
+        log(folder, 1)
+    with running(view_app(Runs(tmp_path), token=TOKEN), "127.0.0.1", 0) as url:
+        look(browser, url, view="sides", run="base")
+        browser.until(f"{chosen} === 'val/six \u00b7 step 0,tuned,val/six \u00b7 step 0'")
+        look(browser, view="runs")
+        heads = "[...document.querySelectorAll('#runs th')].map(e => e.textContent)"
+        browser.until(f"{heads}.slice(-2).every(name => name.startsWith('accuracy on')) && {heads}.includes('reward')")
+
+
 def test_every_answer_of_an_evaluation(tmp_path):
     store(tmp_path, answers("one", right=True), steps=[0], kind="val/six")
     line = {"id": "two", "set": "six", "repeat": 0, "data_source": "count", "prompt": "How many?"}

@@ -46,7 +46,9 @@ def subgroup_tables(
     inside = {column: _lacking(sets, column, "--within") for column in within}
     tables = []
     for name, own in sets.items():
-        tables += [_group_table(name, by, own, labels) for by in columns if name not in lacking[by]]
+        for by in columns:
+            if name not in lacking[by]:
+                tables.append(_group_table(name, by, own, labels, explained=bool(tables)))
         if within and not any(name in names for names in inside.values()):
             tables.append(_mean_of_means(name, own, within, labels))
         if labels:
@@ -74,7 +76,8 @@ def _lacking(sets: Mapping[str, Sequence[Item]], column: str, flag: str) -> set[
 # -- groups -----------------------------------------------------------------------------------------
 
 
-def _group_table(name: str, by: str, items: Sequence[Item], labels: bool) -> Table:
+def _group_table(name: str, by: str, items: Sequence[Item], labels: bool, *, explained: bool) -> Table:
+    """`explained`: a table above says what a gap is."""
     column, _, written = by.partition(":")
     try:
         edges = tuple(sorted(float(edge) for edge in written.split(","))) if written else ()
@@ -90,10 +93,10 @@ def _group_table(name: str, by: str, items: Sequence[Item], labels: bool) -> Tab
     ordered = {group: groups[group] for group in [*dict.fromkeys([*order, UNKNOWN])] if group in groups}
     rows = tuple(_cells(ordered, labels))
     means = [_mean(own) for group, own in groups.items() if group != UNKNOWN]
-    note = (
-        f"The gap is that to the best group, with its interval; one that leaves out 0 is hardly chance. Largest gap "
-        f"{max(means) - min(means):.3f}, standard deviation over groups {np.std(means):.3f}."
-    )
+    note = f"Largest gap {max(means) - min(means):.3f}, standard deviation over groups {np.std(means):.3f}."
+    if not explained:
+        note = f"The gap is that to the best group, with its interval; one that leaves out 0 is hardly chance. {note}"
+    note = note if len(means) > 1 else ""
     heads = (column, "items", "accuracy", "gap", *(["F1"] if labels else []))
     return Table(title=f"{name} by {column}", columns=heads, rows=rows, note=note)
 
