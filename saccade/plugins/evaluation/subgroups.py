@@ -44,7 +44,7 @@ def subgroup_tables(
         sets.setdefault(name, []).append(item)
     lacking = {by: _lacking(sets, by.partition(":")[0], "--by") for by in columns}
     inside = {column: _lacking(sets, column, "--within") for column in within}
-    tables = []
+    tables: list[Table] = []
     for name, own in sets.items():
         for by in columns:
             if name not in lacking[by]:

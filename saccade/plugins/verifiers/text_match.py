@@ -63,7 +63,7 @@ def anls(sample: RewardSample, found: str | None, *, threshold: float = 0.5) -> 
         near = found is not None and min(len(gold), len(found)) >= threshold * longer
         values.append(1 - edit_distance(_squeezed(gold), _squeezed(found or "")) / longer if near else 0.0)
     best = max(values, default=0.0)
-    return graded(found, best if best >= threshold else 0.0)
+    return score_of(found, best if best >= threshold else 0.0)
 
 
 def _squeezed(text: str) -> str:
