@@ -83,7 +83,7 @@ def test_every_preset_fits_an_eighth_of_an_h200(tmp_path: Path, monkeypatch: pyt
     def peak(preset: str, *changes: str) -> float:
         options = [f"model.path={folder}", "run.gpu_memory_gib=16.7", *run.settings_of(preset, "1e-5", run.SIZE)]
         config = load(common, [*options, *changes], "rl")
-        memory = estimate(config, devices.named("H200"), prompt_tokens=120, image=(224, 224), family=family).memory
+        memory = estimate(config, devices.lookup("H200"), prompt_tokens=120, image=(224, 224), family=family).memory
         assert memory.fits or changes, (preset, memory.peaks)
         return max(memory.peaks.values())
 

@@ -1,7 +1,7 @@
 """Chooses training rows from scored responses: the best, the best and the worst, or all good ones.
 
 Depends only on the file of responses and the samples, so it can be repeated at any time. Uses only
-complete responses with a reward. Prompts are written in their final wording and marked WORDED, so
+complete responses with a reward. Prompts are written in their final wording and marked FINAL_PROMPT, so
 that no recipe adds its instructions again.
 
     write_selected("best_worst", Path("runs/run/generations.jsonl"), samples, threshold=None)
