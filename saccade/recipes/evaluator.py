@@ -141,9 +141,7 @@ def read_of(config: Config, family: Family) -> dict[str, Any]:
     }
 
 
-def set_metrics(
-    groups: Sequence[Group], family: Family, scores: accuracy.Scores = accuracy.NO_SCORES
-) -> dict[str, float]:
+def set_metrics(groups: Sequence[Group], family: Family, scores: Scores) -> dict[str, float]:
     """Accuracy with its interval, and rates that may explain a change of it: parsed answers, thinking, truncation."""
     trajectories = [t for group in groups for t in group.trajectories]
     metrics = verdict_metrics(groups, scores)
@@ -153,7 +151,7 @@ def set_metrics(
     return metrics | episode_metrics(plain)
 
 
-def verdict_metrics(groups: Sequence[Group], scores: accuracy.Scores) -> dict[str, float]:
+def verdict_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]:
     """Metrics of a set that follow from the rewards alone, without tokens."""
     trajectories = [t for group in groups for t in group.trajectories]
     metrics = accuracy.group_accuracy(groups, scores)

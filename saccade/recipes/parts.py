@@ -101,7 +101,7 @@ def validation_sampling(config: Config, val: ValConfig) -> Sampling:
     return Sampling(temperature=val.temperature, top_p=val.top_p, max_tokens=val.max_tokens, stop=stop)
 
 
-def limits_of(config: Config, *, evaluation: bool = False) -> Limits:
+def limits_of(config: Config, *, evaluation: bool) -> Limits:
     env = config.env
     counted: dict[str, Any] = env.limits(evaluation=evaluation)
     turns = frozenset(config.val.turns if evaluation else ())

@@ -135,7 +135,7 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
     return load_worded(config, sources, family, word, limit="sft.max_tokens", read=read)
 
 
-def load_documents(config: Config, sources: Sequence[DataSource], family: Family) -> datasets.Dataset:
+def load_documents(config: Config, sources: Sequence[DataSource]) -> datasets.Dataset:
     """Load plain texts to train on, unchanged; their length is in characters."""
 
     def length(sample: Sample) -> int:

@@ -3,7 +3,6 @@
 setup = set_up(config, algorithm, family, data, run)
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -34,8 +33,6 @@ from saccade.system.contents import File
 from saccade.trainer import Scoring
 from saccade.trainer.reference import Reference
 from saccade.types import Group, Sample
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)

@@ -36,7 +36,7 @@ def run(config: Any) -> dict[str, Any]:
     config, family = offline_loop.resolve(config, "sft")
     sft = config.sft
     if sft.mode == "pretrain":
-        data = questions.load_documents(config, config.data.train, family)
+        data = questions.load_documents(config, config.data.train)
         read = partial(document, family=family, max_tokens=sft.max_tokens)
     else:
         data = questions.load_dialogues(config, config.data.train, family)

@@ -35,7 +35,7 @@ class Validation:
     training_follows: bool  # so the engine must free its memory; False: a rollout follows
     rows: Mapping[str, Dataset] = field(default_factory=dict)
     # (set, step, prefix of the names) → metrics
-    measure_rows: Callable[[Dataset, int, str], Mapping[str, float]] | None = None
+    measure_rows: Callable[[Dataset, int, str], Mapping[str, float]] = lambda dataset, step, prefix: {}
     saves: Callable[[int], bool] = lambda step: False  # steps at which it is due, too
     beside: Pool | None = None  # pool of the rollouts, if they run during training
 
@@ -63,7 +63,6 @@ class Validation:
         values = dict[str, float]()
         # In reverse: a reward model's statistics are overwritten by each set, and should be those of the first.
         for name, dataset in reversed(list(self.rows.items())):
-            assert self.measure_rows is not None
             values = {**self.measure_rows(dataset, step, f"val/{name}"), **values}
         if values:
             shown = {n: v for n, v in values.items() if n.endswith(("/accuracy", "/margin"))}

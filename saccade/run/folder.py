@@ -53,7 +53,6 @@ MAY_DIFFER = (
     *("reward.judge.timeout", "reward.judge.deadline"),
 )
 MAY_DIFFER_SECTIONS = ("run.stop.", "val.", "save.", "track.")
-NOTHING: Mapping[str, Any] = {}
 REFUSALS = (2, 3)  # exit codes of a run that was refused before it began
 # Keys of the manifest that a resumed run must find unchanged.
 PINNED = ("data", "template", "weights")
@@ -228,9 +227,7 @@ def locked(path: Path) -> Iterator[None]:
 # -- facts for the manifest ------------------------------------------------------------------------
 
 
-def start_facts(
-    options: Mapping[str, Any], manifest: Mapping[str, Any], before: Mapping[str, Any] = NOTHING
-) -> dict[str, Any]:
+def start_facts(options: Mapping[str, Any], manifest: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """A manifest that says also when, where and by which versions a command was started, after the starts of the one
     that was there before.
     """

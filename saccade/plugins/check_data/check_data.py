@@ -196,7 +196,7 @@ def _read(command: str, split: str, sources: Sequence[DataSource], config: Confi
 
     if command == "sft" and split == "train":
         if config.sft.mode == "pretrain":
-            return questions.load_documents(config, sources, family)
+            return questions.load_documents(config, sources)
         used = questions.load_dialogues(config, sources, family)
     elif command == "reward-model":
         used = HOOKS["reward_model_rows"](config, family).load(sources)

@@ -21,7 +21,6 @@ from saccade.run.folder import (
     CONFIG,
     LOCK,
     METRICS,
-    NOTHING,
     RESULTS,
     differences,
     locked,
