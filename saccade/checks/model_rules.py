@@ -30,8 +30,7 @@ def model(config: Config) -> Iterator[str]:
         yield from folder("model.path", path)
     frozen = train.removeprefix("freeze:")
     if train not in ("full", *ADAPTED) and (frozen == train or not frozen.strip(", ")):
-        near = get_close_matches(train.lower(), ("full", *ADAPTED), n=1)
-        meant = near[0] if near else "freeze:vision"
+        meant = next(iter(get_close_matches(train.lower(), ("full", *ADAPTED), n=1)), "freeze:vision")
         yield f"model.train: expected full, lora, qlora or freeze:PATTERNS, got {train!r}; try {meant}"
 
 

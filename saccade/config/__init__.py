@@ -241,8 +241,7 @@ def _full_key(key: str) -> str:
     """The dotted name of an option: `train.lr` stays as it is; a bare leaf such as `resume` becomes `run.resume` if
     only one section has it.
     """
-    fields = dict(options())
-    for name, field in fields.items():
+    for name, field in options():
         if key.startswith(f"{name}.") and getattr(field.annotation, "__origin__", None) is not dict:
             raise ConfigError(f"{key}: {name} is set as a whole; write {name}=VALUE")
     if "." in key or key in Config.model_fields:

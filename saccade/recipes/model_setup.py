@@ -96,6 +96,7 @@ def load_policy(
     adapted = train in ADAPTED
     device = device_of(config)
     dtype = pick_dtype(config.model.dtype, device)
+    a_shard = divided and config.run.gpus > 1 and train != "qlora"
     model = load_model(
         replace(family, path=folder) if folder and not adapted else family,
         dtype=dtype,
@@ -103,9 +104,7 @@ def load_policy(
         trust_remote_code=config.model.trust_remote_code,
         options=lora.four_bit_options(family, dtype, device) if train == "qlora" else None,
         seed=config.run.seed,
-        by_rows=HOOKS["by_rows"](config.train, device)
-        if divided and config.run.gpus > 1 and train != "qlora"
-        else None,
+        by_rows=HOOKS["by_rows"](config.train, device) if a_shard else None,
     )
     vars(model.config).pop("reward_model", None)  # training a reward model writes its own
     if adapted:

@@ -195,11 +195,9 @@ def rollout_metrics(rollouts: Rollouts, sampler: Sampler, policy: Trainer, *, st
     everyone = [t for group in groups for t in group.everyone]
     metrics.add("count/samples", len(everyone))
     metrics.add("count/rollout_tokens", sum(t.response_length for t in everyone))
-    for name, flags in {
-        "length/parse_rate": [parsed(t.extracted, t.reason) for t in trajectories if t.status not in ALWAYS_EXCLUDED],
-        "length/think_rate": [thinks(t, family) for t in trajectories],
-    }.items():
-        metrics.add(name, sum(flags), len(flags))
+    judged = [parsed(t.extracted, t.reason) for t in trajectories if t.status not in ALWAYS_EXCLUDED]
+    metrics.add("length/parse_rate", sum(judged), len(judged))
+    metrics.add("length/think_rate", sum(thinks(t, family) for t in trajectories), len(trajectories))
     return metrics
 
 

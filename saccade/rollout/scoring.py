@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from math import isfinite
+from typing import Any
 
 from saccade.config import RewardConfig
 from saccade.engines import Engine
@@ -42,10 +43,9 @@ class RewardStream:
 
     def submit(self, sample: Sample, trajectory: Trajectory) -> None:
         if self.scorer is not None:
-            question = self._questions.get(sample.id)
-            if question is None:
-                question = self._questions[sample.id] = reward_sample(sample, "", step=self.step)
-            seen = seen_by_reward(question, trajectory, self.family)
+            if sample.id not in self._questions:
+                self._questions[sample.id] = reward_sample(sample, "", step=self.step)
+            seen = seen_by_reward(self._questions[sample.id], trajectory, self.family)
             self._pending[trajectory.key] = self.scorer.submit(seen)
 
     def attach(
@@ -125,13 +125,8 @@ def dropped_together(group: Group) -> Group:
     """If a failed reward excludes its whole group, exclude the other members."""
     if not drops_group(t.reason for t in group.everyone):
         return group
-
-    def out(t: Trajectory) -> Trajectory:
-        if t.status in ALWAYS_EXCLUDED:
-            return t
-        return replace(t, status="abstain", reward=None, outcome=None, reason=DROPPED)
-
-    return group.each(out)
+    lost: dict[str, Any] = {"status": "abstain", "reward": None, "outcome": None, "reason": DROPPED}
+    return group.each(lambda t: t if t.status in ALWAYS_EXCLUDED else replace(t, **lost))
 
 
 def parsed(extracted: str | None, reason: str) -> bool:

@@ -117,8 +117,7 @@ def is_complete(checkpoint: Path) -> bool:
 def not_whole(folder: Path, *, after: int) -> dict[Path, str]:
     """Checkpoints of later steps that were complete once and no longer are, with what each lacks."""
     later = sorted(path for path, step in _steps(folder).items() if step > after)
-    found = {path: _lacking(path) for path in later}
-    return {path: lacking for path, lacking in found.items() if lacking}
+    return {path: lacking for path in later if (lacking := _lacking(path))}
 
 
 def _lacking(checkpoint: Path) -> str:

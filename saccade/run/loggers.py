@@ -50,8 +50,7 @@ class Loggers:
     def log(self, metrics: Row, step: int) -> None:
         """Write one row. Errors of a logger are not raised."""
         numbers = {n: float(v) if math.isfinite(v) else None for n, v in metrics.items() if not isinstance(v, str)}
-        values = {name: numbers.get(name, value) for name, value in metrics.items()}
-        row = {"step": step, "time": round(time.time(), 3)} | values
+        row = {"step": step, "time": round(time.time(), 3), **metrics, **numbers}
         self._unwritten.append(json.dumps(row, ensure_ascii=False) + "\n")
         self._append()
         while self._waiting:

@@ -52,12 +52,8 @@ class Progress:
         name = wanted or _default_metric(metrics, self.best_metric)
         if name is None or name not in metrics:
             there = [k for k in metrics if wanted and wanted.startswith(k.rpartition("/")[0] + "/")]
-            if not there:
-                return self, ""
-            return self, (
-                f"save.best_metric: {wanted} was not measured, so no checkpoint counts as the "
-                f"best; there are {', '.join(there)}"
-            )
+            lacking = f"save.best_metric: {wanted} was not measured, so no checkpoint counts as the best"
+            return self, f"{lacking}; there are {', '.join(there)}" if there else ""
         now = replace(self, best_metric=name)
         if name != (self.best_metric or name):  # scores by different metrics cannot be compared
             now = replace(now, best_score=None, best_step=None, since_best=0)

@@ -230,12 +230,11 @@ class Run:
         again = self.progress.unvalidated
         if not validation.sets or not (again or (self.config.val.before and self.step == 0)):
             return
-        found = self._validate(partial(validation.measure, self.step, self.progress.scores))
-        if found:
+        if found := self._validate(partial(validation.measure, self.step, self.progress.scores)):
             self.display.loggers.log(found, self.step)
-        if again and found:
-            self.checkpointer.saved = None  # so that the step is saved again, with this validation
-            self.save(last=True)
+            if again:
+                self.checkpointer.saved = None  # so that the step is saved again, with this validation
+                self.save(last=True)
 
     # -- the steps --
 
