@@ -79,8 +79,7 @@ def validation(config: Config) -> Iterator[str]:
     for source in (*config.data.train, *config.data.demonstrations):
         if given := source.model_fields_set & PER_SET_OPTIONS:
             yield f"data.train: {min(given)} of {source.path} counts in data.val only; remove it"
-    val = config.val
-    yield from environments.sweep_problems(config.env, val.turns)
+    yield from environments.sweep_problems(config.env, config.val.turns)
 
 
 def val_by_set(config: Config) -> dict[str, ValConfig]:

@@ -106,8 +106,7 @@ def _preset(config: Config) -> dict[str, Any]:
         most = max(1, int(row["longest_share"] * longest))
         cells["algorithm"]["overlong"] = {"buffer": min(row["overlong"]["buffer"], most)}
     if "updates_per_step" in row:
-        updates = min(row["updates_per_step"], config.train.prompts_per_step)
-        cells["train"]["updates_per_step"] = updates
+        cells["train"]["updates_per_step"] = min(row["updates_per_step"], config.train.prompts_per_step)
     return cells
 
 

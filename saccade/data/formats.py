@@ -253,8 +253,7 @@ def _turns(values: Mapping[str, Any], format: Format) -> tuple[Turns, list[Turns
     """
     candidates: list[Turns] = []
     if format.read_candidates:
-        replies = [values[role] for role in format.candidates]
-        turns, candidates = format.read_candidates(values["prompt"], replies)
+        turns, candidates = format.read_candidates(values["prompt"], [values[role] for role in format.candidates])
     else:
         turns = read_chat(values["prompt"])
     if values["thinking"]:

@@ -110,8 +110,7 @@ def _parts(text: str, message: Message, template: str | None) -> tuple[str | Med
     """Split a text with marks into text and images; refuses lost, repeated or reordered images."""
     pieces = MARK.split(text)
     marks = [int(piece) for piece in pieces[1::2]]
-    images = [index for index, part in enumerate(message.parts) if isinstance(part, Media)]
-    if marks != images:
+    if marks != [index for index, part in enumerate(message.parts) if isinstance(part, Media)]:
         what = "images of the row are lost, doubled or moved; write {{ content }} exactly once"
         raise ConfigError(f"prompt.template={template}: {what}")
     pieces[1::2] = [message.parts[index] for index in marks]

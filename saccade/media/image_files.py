@@ -98,6 +98,5 @@ def as_rgb(image: Image.Image) -> Image.Image:
         raise ValueError("floating-point pixels have no known range")
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("RGB")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
     return image.convert("RGB")

@@ -54,8 +54,7 @@ def accuracy(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
     metrics = {"items": float(len(outcomes))}
     if outcomes:
         low, high = statistics.mean_interval(outcomes)
-        metrics |= {"accuracy": _mean(outcomes), "ci_low": low, "ci_high": high}
-        metrics |= _at_k(outcomes)
+        metrics |= {"accuracy": _mean(outcomes), "ci_low": low, "ci_high": high} | _at_k(outcomes)
     return metrics
 
 
@@ -92,8 +91,7 @@ def with_interval(metrics: Mapping[str, float], name: str) -> str:
 
 def measures(metrics: Mapping[str, float]) -> list[str]:
     """Accuracy, avg@k, pass@k and scores as texts."""
-    named = ("accuracy", "score")
-    shown = [name for name in metrics if name in named or "score/" in name or "@" in name]
+    shown = [name for name in metrics if name in ("accuracy", "score") or "score/" in name or "@" in name]
     return [with_interval(metrics, name) for name in shown]
 
 
@@ -107,8 +105,7 @@ def _at_k(outcomes: Sequence[np.ndarray]) -> dict[str, float]:
         return {}
     metrics = {f"avg@{k}": _mean(whole)}
     if all(set(values.tolist()) <= {0.0, 1.0} for values in whole):
-        passes = [statistics.pass_at_k(k, int(values.sum()), k) for values in whole]
-        metrics[f"pass@{k}"] = float(np.mean(passes))
+        metrics[f"pass@{k}"] = float(np.mean([statistics.pass_at_k(k, int(values.sum()), k) for values in whole]))
     return metrics
 
 

@@ -76,8 +76,7 @@ def longest_sequence(config: Config) -> int:
     limits = _limits(config)
     turns, total = (max(getattr(one, n) for one in limits) for n in ("max_turns", "max_total_tokens"))
     answers = [config.rollout.max_tokens, *(val.max_tokens for val in (config.val, *val_by_set(config).values()))]
-    once = config.data.max_prompt_tokens + max(answers)
-    return total if turns > 1 else min(total, once)
+    return total if turns > 1 else min(total, config.data.max_prompt_tokens + max(answers))
 
 
 def _limits(config: Config) -> list[Limits]:

@@ -155,11 +155,9 @@ def verdict_metrics(groups: Sequence[Group], scores: Scores) -> dict[str, float]
     """Metrics of a set that follow from the rewards alone, without tokens."""
     trajectories = [t for group in groups for t in group.trajectories]
     metrics = accuracy.group_accuracy(groups, scores)
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    if rewards:
+    if rewards := [t.reward for t in trajectories if t.reward is not None]:
         metrics["reward"] = float(np.mean(rewards))
-    formats = [v for t in trajectories for k, v in t.parts.items() if k.startswith("format")]
-    if formats:
+    if formats := [v for t in trajectories for k, v in t.parts.items() if k.startswith("format")]:
         metrics["format"] = float(np.mean(formats))
     judged = [t for t in trajectories if t.status not in ALWAYS_EXCLUDED]
     if any(t.reward is not None or t.reason for t in judged):  # else nothing has been scored
@@ -177,5 +175,4 @@ def describe(result: Result) -> str:
     found = accuracy.measures(m) or ["nothing could be scored" if lost else why]
     beside = [f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m]
     left_out = [f"rows left out {m['left_out']:.0f}"] if m.get("left_out") else []
-    items = f"items {m['items']:.0f}"
-    return f"{result.name}: " + "  ".join([*found, *lost, *beside, items, *left_out])
+    return f"{result.name}: " + "  ".join([*found, *lost, *beside, f"items {m['items']:.0f}", *left_out])

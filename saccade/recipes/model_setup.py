@@ -167,8 +167,7 @@ def _refuse_another_model(folder: str, family: Family) -> None:
 
 def load_beside(part: str, config: Config, family: Family, algorithm: Algorithm | None, policy: Any) -> Any:
     """Load the reference, critic or teacher in the process, or the processes, of the policy."""
-    elsewhere = policy.engine is not None
-    return policy.beside(part) if elsewhere else BESIDE[part](config, family, algorithm, policy)
+    return policy.beside(part) if policy.engine is not None else BESIDE[part](config, family, algorithm, policy)
 
 
 def load_reference(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalTrainer) -> Reference:

@@ -121,8 +121,7 @@ def train(job: Job, task: Task) -> dict[str, Any]:
             batches, loss = task.prepare(samples)
         with run.phase("update"):
             update = task.train(batches, loss, lr=options.lr * lr_factor(run.step, total, options))
-            before, folder = run.progress.bad_updates, run.folder.path
-            bad = guard(update, batches, before, options, folder, step=step)
+            bad = guard(update, batches, run.progress.bad_updates, options, run.folder.path, step=step)
         progress = replace(run.progress, step=step, stream=stream.state(), bad_updates=bad)
         found = update.metrics.means()
         values = task.metrics(found, batches, loss) | {"data/epoch": stream.epoch}

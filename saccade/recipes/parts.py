@@ -42,8 +42,7 @@ def make_scorer(config: Config, algorithm: Algorithm | None = None) -> Scorer | 
         overlong=overlong,
         load_model=lambda path: HOOKS["load_reward_model"](config, path),
     )
-    idle = {"judge": scorer.judge is None, "remote": not scorer.services}
-    for name, unused in idle.items():
+    for name, unused in (("judge", scorer.judge is None), ("remote", not scorer.services)):
         given = getattr(reward, name).model_fields_set
         if algorithm is not None and unused and given:
             scorer.close()
@@ -104,11 +103,9 @@ def validation_sampling(config: Config, val: ValConfig) -> Sampling:
 def limits_of(config: Config, *, evaluation: bool) -> Limits:
     env = config.env
     counted: dict[str, Any] = env.limits(evaluation=evaluation)
-    turns = frozenset(config.val.turns if evaluation else ())
-    if turns:
+    if turns := frozenset(config.val.turns if evaluation else ()):
         counted["max_turns"] = max(turns)
-    marks = turns - {counted["max_turns"]}
-    return Limits(timeout=env.timeout, step_timeout=env.step_timeout, marks=marks, **counted)
+    return Limits(timeout=env.timeout, step_timeout=env.step_timeout, marks=turns - {counted["max_turns"]}, **counted)
 
 
 def answer_places(config: Config) -> tuple[str, ...]:
@@ -145,14 +142,13 @@ def play_of(config: Config, family: Family, sampling: Sampling, seed: str, *, ev
 
 def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> dict[str, Any]:
     """What identifies data, texts and weights of a run; a resumed run must match `run.folder.PINNED` of it."""
-    template = hashlib.sha256(family.chat.template.encode()).hexdigest()
     return {
         "data": data.hash if data is not None else None,
         "sets": [
             {"path": part.path, "rows": part.stop - part.start, "hash": part.hash}
             for part in (data.parts if data is not None else ())
         ],
-        "template": template,
+        "template": hashlib.sha256(family.chat.template.encode()).hexdigest(),
         "prompt_texts": prompts.texts_hash(),
         "environment_texts": texts_hash(),
         "pixels": [config.data.min_pixels, config.data.max_pixels],

@@ -104,8 +104,7 @@ def load_worded(
     limits = config.data.model_copy(update={"max_prompt_tokens": min(room, longest)})
     name = POSITIONS if room < longest else limit
     with HOOKS["cached_lengths"](config, family, read[0], word, read[1]) as length:
-        counted = measure(length)
-        data = datasets.load(sources, limits, length=counted, change=change, limit=name, marks=marks_of(family))
+        data = datasets.load(sources, limits, length=measure(length), change=change, limit=name, marks=marks_of(family))
     return map_samples(data, word)
 
 
@@ -146,8 +145,7 @@ def load_documents(config: Config, sources: Sequence[DataSource]) -> datasets.Da
     data = config.data
     changes = {"keys": {"prompt": "text", **data.keys}, "max_prompt_tokens": sys.maxsize}
     changes["format"] = "messages" if data.format == "auto" else data.format
-    limits = data.model_copy(update=changes)
-    return datasets.load(sources, limits, length=length, limit="sft.max_tokens")
+    return datasets.load(sources, data.model_copy(update=changes), length=length, limit="sft.max_tokens")
 
 
 def map_samples(dataset: datasets.Dataset, change: Callable[[Sample], Sample]) -> datasets.Dataset:

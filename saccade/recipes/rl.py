@@ -182,5 +182,4 @@ def score_forests(
 def refresh_reference(reference: Reference | None, policy: Trainer, algorithm: Algorithm, step: int) -> None:
     kl = algorithm.kl
     if reference is not None and kl.update != "none" and step % kl.update_every == 0:
-        share = {"copy": 1.0, "ema": kl.ema}[kl.update]
-        reference.blend(policy.weights(), share)
+        reference.blend(policy.weights(), {"copy": 1.0, "ema": kl.ema}[kl.update])

@@ -73,8 +73,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     trainer = model_setup.start_policy(run, family)
     HOOKS["place_reward_models"](scorer, trainer)
     stream = Stream(data, seed=config.run.seed, config=config.data)
-    hot = algorithm.hot_first_token.temperature > 0
-    engine = make_engine(config, trainer, first_tokens=hot, logs=run.folder.path)
+    engine = make_engine(config, trainer, first_tokens=algorithm.hot_first_token.temperature > 0, logs=run.folder.path)
     run.close_at_end(engine)
     require_capabilities(config, engine)
     sets = questions.validation_sets(config, family) if config.val.every else {}

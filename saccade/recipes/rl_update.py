@@ -61,8 +61,7 @@ def update_models(
         batches = _select_tokens(batches, algorithm, learners, f"{learners.seed}/{made}")
         if learners.demonstrations is not None:
             batches += learners.demonstrations.batches()
-        loss = PolicyLoss(algorithm, learners.scoring)
-        update = policy.train_step(batches, loss, lr=train.lr * share, moves=moves)
+        update = policy.train_step(batches, PolicyLoss(algorithm, learners.scoring), lr=train.lr * share, moves=moves)
         add_sample_sizes(update.metrics)
         update.metrics.add("policy/kl_coef", algorithm.kl.coef)
         update.metrics.add("policy/entropy_coef", algorithm.entropy_coef)

@@ -99,8 +99,7 @@ class RolloutsAhead:
     def forget_later(self, step: int) -> None:
         """Delete what the run recorded after the checkpoint of this step, from which it resumes."""
         if self.record is not None:
-            later = [folder for folder in self.record.glob("*") if int(folder.name) > step]
-            for folder in later:
+            for folder in [folder for folder in self.record.glob("*") if int(folder.name) > step]:
                 shutil.rmtree(folder)
             for file in [file for draw in self.stored for file in self.record.glob(f"{draw.name}.*")]:
                 file.unlink()

@@ -44,9 +44,8 @@ def run(config: Any) -> dict[str, Any]:
     sets = questions.validation_sets(config, family) if config.val.every else {}
 
     def prepare(samples: Sequence[Sample]) -> tuple[list[Batch], Loss]:
-        micro_tokens = config.train.micro_tokens
         rows = [read(sample) for sample in samples]
-        batches = pack(rows, micro_tokens=micro_tokens, dp_size=job.trainer.dp_size)
+        batches = pack(rows, micro_tokens=config.train.micro_tokens, dp_size=job.trainer.dp_size)
         return select.write_supervision(batches), loss
 
     with Run(config, "sft", parts.manifest(family, data, config)) as this:

@@ -80,8 +80,7 @@ class _Session:
             outcome = Failed(raised_at(error))
         if isinstance(outcome, EnvironmentCall):
             pending = outcome
-            left = max(0.001, self.limits.timeout - self.spent)
-            pending.seconds = min(self.limits.step_timeout, left)
+            pending.seconds = min(self.limits.step_timeout, max(0.001, self.limits.timeout - self.spent))
             outcome = yield pending
             self.spent += pending.took
         return outcome
@@ -89,8 +88,7 @@ class _Session:
     def begin(self, sample: Sample, noise: int) -> Generator[EnvironmentCall, Any, tuple[list[Message], str]]:
         """Reset the environment; returns the conversation, and the end reason if that failed."""
         start = yield from self.ask(lambda: self.environment.reset(sample, noise))
-        asked = sum(len(message.text) for message in sample.messages)
-        most = CHARACTERS * self.limits.max_total_tokens + asked
+        most = CHARACTERS * self.limits.max_total_tokens + sum(len(message.text) for message in sample.messages)
         if not isinstance(start, BaseException) and (flaw := messages_flaw(start, CONVERSATION, longest=most)):
             start = Failed(flaw)
         reason = self.failure(start)

@@ -78,8 +78,7 @@ def with_score(trajectory: Trajectory, pending: Future[Scored] | None) -> Trajec
         why = f"{trajectory.end_reason}: {trajectory.info.get('error', '')}".rstrip(": ")
         return replace(trajectory, reason=trajectory.reason or why)
     if not isfinite(earned):
-        reason = f"nan: the environment gave a reward of {earned}"
-        return replace(trajectory, status="error", reason=reason)
+        return replace(trajectory, status="error", reason=f"nan: the environment gave a reward of {earned}")
     if pending is None:
         return replace(trajectory, reward=earned, outcome=earned)
     scored = pending.result()

@@ -72,8 +72,7 @@ class Display:
             yield
             if name == "update" and torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # the optimizer's kernels are only queued so far
-        peak = gpu_peak_gb()
-        if peak is not None:
+        if (peak := gpu_peak_gb()) is not None:
             key = f"mem/gpu_peak_gb/{name}"
             self._peaks[key] = max(peak, self._peaks.get(key, 0.0))  # a phase may occur again in a step
 

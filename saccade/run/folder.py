@@ -259,7 +259,6 @@ def _versions() -> dict[str, str]:
 
 def _function_files(options: Mapping[str, Any]) -> dict[str, str]:
     """Hashes of the files that options name as file.py:name, or as file.py."""
-    text = json.dumps(options, ensure_ascii=False)
-    found = re.findall(r'"([^"]+\.py)(?::\w+)?"', text)
+    found = re.findall(r'"([^"]+\.py)(?::\w+)?"', json.dumps(options, ensure_ascii=False))
     files = [path for path in sorted(set(found)) if Path(path).is_file()]
     return {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in files}

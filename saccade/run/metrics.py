@@ -49,9 +49,8 @@ def group_metrics(
     live = compared = [_scored(group, excluded) for group in members]
     if excluded_in_baseline:  # excluded members still count in the baseline
         compared = [_scored(group, ALWAYS_EXCLUDED) if _scored(group, excluded) else [] for group in members]
-    sources = [group.sample.data_source for group in groups]
     return (
-        _reward_metrics(everyone, live, sources)
+        _reward_metrics(everyone, live, [group.sample.data_source for group in groups])
         | _group_metrics(live, compared if compares else [])
         | _length_metrics(everyone)
         | _turn_metrics(everyone)
@@ -142,8 +141,7 @@ def _score_metrics(scored: list[Trajectory]) -> dict[str, float]:
     for name in [name for name in parts if name.startswith("format:")]:
         parts.setdefault("format", []).extend(parts[name])
     metrics = {f"reward/{name}": fmean(values) for name, values in parts.items()}
-    outcomes = [t.outcome for t in scored if t.outcome is not None]
-    if outcomes:
+    if outcomes := [t.outcome for t in scored if t.outcome is not None]:
         metrics["reward/accuracy"] = fmean(outcomes)
     return metrics
 
@@ -233,8 +231,7 @@ def _share(flags: Iterable[bool]) -> float:
 
 def validation_measures(names: Iterable[str]) -> list[tuple[str, str]]:
     """Sorted (set, accuracy or score) of the main metrics of validation sets among these names."""
-    found = map(MEASURE.fullmatch, names)
-    return sorted({(match[1], match[2]) for match in found if match})
+    return sorted({(match[1], match[2]) for match in map(MEASURE.fullmatch, names) if match})
 
 
 def interval_of(leaf: str) -> tuple[str, str]:

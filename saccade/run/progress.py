@@ -72,8 +72,7 @@ class Progress:
 
 def from_json(stored: Mapping[str, Any]) -> Progress:
     values = {BEFORE.get(name, name): value for name, value in stored.items()}
-    lists = {name: tuple(values.get(name, ())) for name in ("algorithm", "scores")}
-    return Progress(**values | lists)
+    return Progress(**values | {name: tuple(values.get(name, ())) for name in ("algorithm", "scores")})
 
 
 def _default_metric(metrics: Mapping[str, float], before: str | None) -> str | None:

@@ -50,8 +50,7 @@ class Quarantine:
         """Take the next usable rows; a bad row is replaced by the one after it."""
         taken: list[Sample] = []
         while len(taken) < count:
-            samples = stream.take(count - len(taken))
-            taken += self.sound(samples, stream.dataset, family)
+            taken += self.sound(stream.take(count - len(taken)), stream.dataset, family)
         return taken
 
     def whole(self, dataset: Dataset, family: Family) -> list[Sample]:

@@ -105,8 +105,7 @@ class Run:
             if config.run.gpus == 1:  # a run on several GPUs is watched by its team of ranks
                 stack.enter_context(HOOKS["watchdog"](self.display.console, self.folder.path, config.run.stop.stalled))
             self.quarantine = Quarantine(self.folder.path, config.data)
-            step = self.step if self.start else None
-            self.checkpointer = Checkpointer(saved, config.save, saved=step)
+            self.checkpointer = Checkpointer(saved, config.save, saved=self.step if self.start else None)
             stack.callback(self.checkpointer.close)
             self._say_how_it_starts(broken)
             if self.folder.resumed:
@@ -198,8 +197,7 @@ class Run:
 
     def compare_sets(self, sets: Mapping[str, Dataset]) -> None:
         """Scores of a validation set that changed do not continue those of the steps before."""
-        hashes = {name: data.hash for name, data in sets.items()}
-        self.progress, changed = self.progress.with_sets(hashes)
+        self.progress, changed = self.progress.with_sets({name: data.hash for name, data in sets.items()})
         if changed:
             names = ", ".join(changed)
             log.warning(f"data.val: {names} is not what it was up to step {self.step}; do not compare its scores")
@@ -292,8 +290,7 @@ class Run:
             elif self.progress.unvalidated:
                 measured = self._validate(partial(validation.measure, self.step, progress.scores))
         finally:
-            values = {**metrics, **measured, **self.checkpointer.times()}
-            row = self.display.finish_step(self.step, values, unread)
+            row = self.display.finish_step(self.step, {**metrics, **measured, **self.checkpointer.times()}, unread)
         if self._awaited is None:
             self._save_if_due()
         return row
@@ -324,8 +321,7 @@ class Run:
             self.display.store(groups, step=step, scores=self.progress.scores, kind=kind)
         for about, line in found.advice.items():
             self.display.advise(about, line, step)
-        wanted = self.config.save.best_metric
-        self.progress, missed = self.progress.with_best(found.metrics, step, wanted)
+        self.progress, missed = self.progress.with_best(found.metrics, step, self.config.save.best_metric)
         if missed:
             self.display.advise("save.best_metric", missed, step)
         return found.metrics

@@ -32,6 +32,7 @@ from saccade.run.folder import (
 from saccade.system.disk import require_writable
 
 ANSWERS = "answers"
+NOTHING: Mapping[str, Any] = {}
 PLACE = ("run.out", "run.name", "run.resume")  # where an evaluation is: not compared with an earlier one
 
 
