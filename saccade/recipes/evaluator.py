@@ -71,12 +71,12 @@ class Evaluator:
         sampling: Sampling,
         seed: str,
         breakdown: Any = None,
-        beside: Pool | None = None,
+        rollout_pool: Pool | None = None,
         name: str = "",
     ) -> Callable[[], list[Group]]:
         """Submit the questions; the returned function waits for the answers."""
         family, scorer = self.family, self.scorer
-        stream, pool = RewardStream(scorer, family), beside or Pool(self.engine)
+        stream, pool = RewardStream(scorer, family), rollout_pool or Pool(self.engine)
         started = pool.start(
             samples,
             self.play(sampling, seed),
@@ -85,12 +85,12 @@ class Evaluator:
             on_finish=stream.submit,
             on_mark=breakdown and breakdown.submit,
         )
-        if beside is not None:
-            beside.prefer(started)
+        if rollout_pool is not None:
+            rollout_pool.prefer(started)
 
         def answers() -> list[Group]:
             groups = pool.finish(started, self.progress)
-            if beside is None:
+            if rollout_pool is None:
                 free_memory_for_rewards(self.engine, scorer)
             if scorer is None and not gives_rewards(self.env):
                 return groups
@@ -103,16 +103,16 @@ class Evaluator:
         return self.begin(name, dataset, score_sources)()
 
     def begin(
-        self, name: str, dataset: Dataset, score_sources: Collection[str], beside: Pool | None = None
+        self, name: str, dataset: Dataset, score_sources: Collection[str], rollout_pool: Pool | None = None
     ) -> Callable[[], Result]:
-        """Submit the questions of a set; the returned function waits for the result. With `beside`, they share the pool
-        of rollouts, and metrics of judges and services are counted with those of the rollouts.
+        """Submit the questions of a set; the returned function waits for the result. With `rollout_pool`, they share it
+        with rollouts, and metrics of judges and services are counted with those of the rollouts.
         """
         family, scorer = self.family, self.scorer
         breakdown = HOOKS["breakdown"](self.limits, lambda: RewardStream(scorer, family))
-        samples, named = self.quarantine.whole(dataset, family), f"val/{name}|" if beside else ""
+        samples, named = self.quarantine.whole(dataset, family), f"val/{name}|" if rollout_pool else ""
         repeats, sampling = self.by_set.get(name, (self.val.n, self.sampling))
-        answers = self._ask(samples, repeats, sampling, "val", breakdown, beside, named)
+        answers = self._ask(samples, repeats, sampling, "val", breakdown, rollout_pool, named)
 
         def result() -> Result:
             groups = answers()
@@ -120,7 +120,7 @@ class Evaluator:
             tables: dict[str, Table] = {}
             if scorer is not None or gives_rewards(self.env):
                 tables = breakdown.tables(groups, scores)
-            metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer and not beside else {})
+            metrics = set_metrics(groups, family, scores) | (scorer.metrics() if scorer and not rollout_pool else {})
             metrics["left_out"] = self.quarantine.left_out(dataset)
             for limit, row in tables.get("by_limit", {}).items():
                 if "accuracy" in row:
@@ -173,6 +173,6 @@ def describe(result: Result) -> str:
     lost = [f"{label} {share}" for label, share in unscored(m, rates)]
     why = "no outcome" if "parse_rate" in m else "nothing scored, for want of reward.terms"
     found = accuracy.measures(m) or ["nothing could be scored" if lost else why]
-    beside = [f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m]
+    shares = [f"{key} {m[key]:.2f}" for key in ("parse_rate", "think_rate", "truncated_frac") if key in m]
     left_out = [f"rows left out {m['left_out']:.0f}"] if m.get("left_out") else []
-    return f"{result.name}: " + "  ".join([*found, *lost, *beside, f"items {m['items']:.0f}", *left_out])
+    return f"{result.name}: " + "  ".join([*found, *lost, *shares, f"items {m['items']:.0f}", *left_out])

@@ -62,7 +62,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     data = questions.load_prompts(config, config.data.train, family)
     doubts = preflight(config, family, data.samples) if preflight else []
     about = parts.manifest(family, data, config)
-    with Run(config, "rl", about, algorithm) as this, ThreadPoolExecutor(1, "count") as beside:
+    with Run(config, "rl", about, algorithm) as this, ThreadPoolExecutor(1, "count") as background:
         for text in (data.summary, describe(algorithm), *doubts):
             log.info(text)
         setup = set_up(config, algorithm, family, data, this)
@@ -89,9 +89,9 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 updates, weighed = add_advantages(updates, groups, steered, state, weights, version=engine.version)
                 updates, corrected = add_corrections(updates, steered)
             # Metrics are computed in a background thread during the update.
-            work = beside.submit(HOOKS["rl_work"], policy, learners.critic, updates, config, algorithm, step)
-            counted = beside.submit(rollout_metrics, rollouts, sampler, policy, step=step)
-            measured = [beside.submit(count) for count in (weighed, corrected)]
+            work = background.submit(HOOKS["rl_work"], policy, learners.critic, updates, config, algorithm, step)
+            counted = background.submit(rollout_metrics, rollouts, sampler, policy, step=step)
+            measured = [background.submit(count) for count in (weighed, corrected)]
             this.finish_validation()
             with this.phase("update"), sampler.ahead.polled():
                 progress, learned = update_models(updates, steered, learners, this.progress, step)

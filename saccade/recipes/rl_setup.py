@@ -97,7 +97,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     going_on = ahead if ahead.steps or begun else None
     # Parts with state, by their folder in a checkpoint.
     with_state = {"critic": critic, "reference": moving, "surplus": carried, "ahead": going_on}
-    beside: dict[str, Any] = {name: part for name, part in with_state.items() if part is not None}
+    extra_parts: dict[str, Any] = {name: part for name, part in with_state.items() if part is not None}
     setup = Setup(
         sampler=Sampler(
             engine=engine,
@@ -134,17 +134,17 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
             questions=sets,
             every=config.val.every,
             training_follows=False,
-            beside=ahead.pool if ahead.side_by_side else None,
+            rollout_pool=ahead.pool if ahead.side_by_side else None,
         ),
     )
     streams = {"stream": stream}
     if demonstrations is not None:
         streams["demonstrations"] = demonstrations.stream
-    run.restore(trainer, streams, beside)
+    run.restore(trainer, streams, extra_parts)
     run.progress = replace(run.progress, algorithm=resolved_options(algorithm))
     engine.update_weights(trainer, version=run.step)  # its own copy may be from another checkpoint
-    beside |= HOOKS["average"](config, family, trainer, run.start)
-    run.begin(total, trainer, (data, *sets.values()), beside)
+    extra_parts |= HOOKS["average"](config, family, trainer, run.start)
+    run.begin(total, trainer, (data, *sets.values()), extra_parts)
     return setup
 
 

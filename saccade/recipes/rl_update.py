@@ -86,8 +86,8 @@ def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners)
     """Whether anything but the KL to the reference and weight decay has a gradient. These two alone must not move the
     policy: weight decay causes a KL, and Adam scales up the smallest gradient.
     """
-    beside = learners.demonstrations is not None or learners.train.aux_coef > 0
-    if beside or algorithm.entropy_coef != 0 or not algorithm.loss.by_advantage:
+    other_losses = learners.demonstrations is not None or learners.train.aux_coef > 0
+    if other_losses or algorithm.entropy_coef != 0 or not algorithm.loss.by_advantage:
         return True
     given = [b for b in batches if b.advantages is not None and b.advantages.any()]
     return any(b.keep is None or (b.per_target("advantages") * b.per_target("keep")).any() for b in given)

@@ -37,7 +37,7 @@ class Validation:
     # (set, step, prefix of the names) → metrics
     measure_rows: Callable[[Dataset, int, str], Mapping[str, float]] = lambda dataset, step, prefix: {}
     saves: Callable[[int], bool] = lambda step: False  # steps at which it is due, too
-    beside: Pool | None = None  # pool of the rollouts, if they run during training
+    rollout_pool: Pool | None = None  # pool of the rollouts, if they run during training
 
     @property
     def sets(self) -> dict[str, Dataset]:
@@ -77,11 +77,11 @@ class Validation:
         return self._found(step, results, values)
 
     def begin(self, step: int, scores: Sequence[str]) -> Callable[[], Measured]:
-        """Submit the questions to the pool of rollouts (`beside`), whose engine has the weights of this step; the
+        """Submit the questions to the pool of rollouts (`rollout_pool`), whose engine has the weights of this step; the
         returned function waits for the answers.
         """
         assert self.evaluator is not None and self.evaluator.engine.version == step
-        begun = [self.evaluator.begin(name, data, scores, self.beside) for name, data in self.questions.items()]
+        begun = [self.evaluator.begin(name, data, scores, self.rollout_pool) for name, data in self.questions.items()]
         return lambda: self._found(step, [result() for result in begun], {})
 
     def _found(self, step: int, results: Sequence[Result], values: Mapping[str, float]) -> Measured:
