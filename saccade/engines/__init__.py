@@ -57,7 +57,6 @@ class WeightSource(Protocol):
 
     def weights(self) -> Iterator[tuple[str, Any]]:
         """Names, as in a saved folder, and tensors; adapters are merged in, tied weights occur once."""
-        ...
 
 
 class Engine(Protocol):
@@ -68,18 +67,15 @@ class Engine(Protocol):
 
     def submit(self, request: Request) -> None:
         """Queue one sequence. Requests with a common prefix may share its cache; it is found by content."""
-        ...
 
     def poll(self) -> list[Completion]:
         """Advance (or wait), then return the completions that have finished; the list may be empty."""
-        ...
 
     @property
     def pending(self) -> int: ...
 
     def abort(self, key: str) -> None:
         """End a request early: its completion has finish = aborted and the tokens so far."""
-        ...
 
     def progress(self, key: str) -> np.ndarray:
         """Ids sampled so far; empty for an engine that returns only finished requests."""
@@ -93,7 +89,6 @@ class Engine(Protocol):
         """Sample with these weights from now on; drop older caches. With `live_updates`, running sequences keep
         their keys and values, and all their further tokens have the version of their first key.
         """
-        ...
 
     def sleep(self) -> None:
         """Free the memory of the cache until the next request."""

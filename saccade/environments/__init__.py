@@ -33,7 +33,6 @@ class Step(NamedTuple):
 class Environment(Protocol):
     def reset(self, sample: Sample, seed: int) -> Sequence[Message]:
         """The conversation that the policy continues."""
-        ...
 
     def step(self, message: Message) -> Step | tuple[Sequence[Message], float | None, bool, Mapping[str, Any]]: ...
 

@@ -59,11 +59,9 @@ class Trainer(Protocol):
 
     def measure(self, batches: Sequence[Batch], loss: "Loss") -> Metrics:
         """The metrics that a step on these batches would report, without taking it."""
-        ...
 
     def recomputed_share(self) -> float:
         """Share of the layer forwards since the last call whose activations were recomputed in backward."""
-        ...
 
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -97,7 +95,6 @@ class ForwardModel(Protocol):
 
     def at_targets(self, batch: Batch, compute: Callable[[Any], Sequence[Tensor]]) -> list[Tensor]:
         """Apply `compute` to the tokens of this process; return its rows for all targets, gathered over processes."""
-        ...
 
 
 class Loss(Protocol):
@@ -108,13 +105,10 @@ class Loss(Protocol):
     @property
     def role(self) -> str:
         """Prefix of its metrics: policy or critic."""
-        ...
 
     @property
     def whole(self) -> bool:
         """Whether the members of a group are compared, so that they stay in one micro-batch."""
-        ...
 
     def forward(self, trainer: ForwardModel, batch: Batch) -> Objective:
         """Run the forward of a forest; the returned function computes loss and sums from its outputs."""
-        ...
