@@ -112,7 +112,8 @@ def _varlen_plan(starts: np.ndarray, parents: np.ndarray, device: torch.device, 
     """One flash call, also with a sliding window. For chunks and blocks, nodes are split at their
     boundaries, and blocks get a second call without a causal mask.
     """
-    made: dict[Any, AttentionPlan] = {(False, 0): _flash_call(starts, parents, np.arange(len(parents)), device)}
+    every = np.arange(len(parents))
+    made: dict[Any, AttentionPlan] = {(False, 0): _flash_call(starts, parents, every, device, causal=True, chunk=0)}
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
         chunk = 0 if window is None or window > 0 else -window
@@ -166,13 +167,7 @@ def _cut_plan(
 
 
 def _flash_call(
-    starts: np.ndarray,
-    parents: np.ndarray,
-    nodes: np.ndarray,
-    device: torch.device,
-    *,
-    causal: bool = True,
-    chunk: int = 0,
+    starts: np.ndarray, parents: np.ndarray, nodes: np.ndarray, device: torch.device, *, causal: bool, chunk: int
 ) -> AttentionPlan:
     """One flash call for the queries of `nodes` over the keys of their paths; with `chunk`, of their own chunk only."""
     spans = [np.arange(starts[i], starts[i + 1]) for i in range(len(parents))]

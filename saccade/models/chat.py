@@ -335,12 +335,14 @@ def load_chat(
     end_of_turn = tail[0] if tail else tokenizer.eos_token_id
     ends = {*eos_ids, end_of_turn, tokenizer.eos_token_id} - {None}
     prompt = probe.text_of((_QUESTION,), generation=True)
+    first = tokenizer.encode("", add_special_tokens=True)[:1] if begins else []
+    unwritten = first == [tokenizer.bos_token_id] and not prompt.startswith(tokenizer.bos_token)
     return replace(
         probe,
         end_of_turn=end_of_turn,
         eos_ids=frozenset(int(i) for i in ends),
         think_prefilled=prompt.rstrip().endswith(THINK),
-        begin=_begin(tokenizer, prompt) if begins else (),
+        begin=tuple(first) if unwritten else (),
     )
 
 
@@ -350,9 +352,3 @@ def _needs_lists(chat: Chat) -> bool:
         return PROBE not in chat.text_of((_QUESTION, _REPLY), generation=False)
     except ConfigError:
         return True
-
-
-def _begin(tokenizer: Any, prompt: str) -> tuple[int, ...]:
-    first = tokenizer.encode("", add_special_tokens=True)[:1]
-    unwritten = first == [tokenizer.bos_token_id] and not prompt.startswith(tokenizer.bos_token)
-    return tuple(first) if unwritten else ()

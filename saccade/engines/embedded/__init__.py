@@ -65,7 +65,12 @@ class EmbeddedEngine(Engine):
                     self.projections.refresh()
                 with self.projections.joined():
                     self._poll_burst(ready)
-        return self._collect_finished()
+        done, self.scheduler.aborted = self.scheduler.aborted, []
+        ready = [s for s in self.scheduler.running.values() if s.ready]
+        for sequence, finish in self.outputs.ended(ready, self.family.chat):
+            done.append(self.outputs.completion(sequence, finish))
+            self.scheduler.finish(sequence, done[-1])
+        return done
 
     @property
     def pending(self) -> int:
@@ -220,11 +225,3 @@ class EmbeddedEngine(Engine):
         if self.check_nan and not np.isfinite(logprobs[ids >= 0]).all():
             raise nonfinite_error(self.model.named_parameters())
         self.outputs.append(sequences, ids, logprobs)
-
-    def _collect_finished(self) -> list[Completion]:
-        done, self.scheduler.aborted = self.scheduler.aborted, []
-        ready = [s for s in self.scheduler.running.values() if s.ready]
-        for sequence, finish in self.outputs.ended(ready, self.family.chat):
-            done.append(self.outputs.completion(sequence, finish))
-            self.scheduler.finish(sequence, done[-1])
-        return done

@@ -258,8 +258,9 @@ class Scheduler:
         for job in done.values():
             if job.prefix is not None:
                 self.cache.pages.drop(job.prefix.pages)
-        if done:
-            self.prefix_cache.drop_unwanted(wanted)
+        unwanted = [key for key in self.prefix_cache.prefixes if key not in wanted] if done else []
+        for key in unwanted:  # no waiting request begins with these prompts
+            self.prefix_cache.drop(key)
         return [(hidden, [s for s in members if s.ready]) for hidden, members in started]
 
     # -- short of pages --
@@ -325,11 +326,6 @@ class PrefixCache:
         self.cache = cache
         self.prefixes: dict[Any, Prefix] = {}
         self.turns: dict[str, IdleTurn] = {}  # by episode, least recently used first
-
-    def drop_unwanted(self, wanted: set[Any]) -> None:
-        """Drop prompts that no waiting request begins with."""
-        for prefill_key in [key for key in self.prefixes if key not in wanted]:
-            self.drop(prefill_key)
 
     def drop(self, prefill_key: Any) -> None:
         self.cache.pages.drop(self.prefixes.pop(prefill_key).pages)

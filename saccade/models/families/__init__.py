@@ -90,10 +90,6 @@ FAMILIES: Table[FamilySpec] = Table(
 )
 
 
-def text_positions(length: int, media: tuple[MediaSpan, ...]) -> np.ndarray:
-    return np.arange(length)[None]
-
-
 def _unused(*arguments: Any) -> Any:
     raise AssertionError("this family has no such media, or engines that ask for it are refused")
 
@@ -111,7 +107,7 @@ class Family:
     max_positions: int
     axes: int = 1  # number of axes of position ids
     measure: Callable[[Media], tuple[Grid, int]] = _unused
-    positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray] = text_positions
+    positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray] = lambda length, media: np.arange(length)[None]
     picture: Callable[[Media], np.ndarray] = _unused  # uint8 [height, width, 3], resized
     # for the model; of a video [frames, height, width, 3]
     untouched: Callable[[int, int], Mapping[str, int]] = lambda tokens, pixels: {}  # (max tokens,
