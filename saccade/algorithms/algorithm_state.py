@@ -84,11 +84,8 @@ def observe(state: AlgorithmState, groups: Sequence[Group], algorithm: Algorithm
 
 def outcomes_of(group: Group, algorithm: Algorithm) -> list[float]:
     """Raw outcomes of the members that are not excluded."""
-    return [
-        t.outcome
-        for t in group.trajectories
-        if t.outcome is not None and not is_excluded(t.status, algorithm.exclude_status)
-    ]
+    members = [t for t in group.trajectories if not is_excluded(t.status, algorithm.exclude_status)]
+    return [t.outcome for t in members if t.outcome is not None]
 
 
 def after_step(state: AlgorithmState, algorithm: Algorithm, metrics: Metrics) -> AlgorithmState:

@@ -55,8 +55,7 @@ def build(
     corrections = tuple(_correction(config, given) for config in given.correct)
     used = estimator.options | loss.options | aggregate.options | (divergence.options if given.kl.coef > 0 else {})
     used |= {name: value for name, value in given.args.items() if any(c.reads(name) for c in corrections)}
-    names = {"advantage": estimator.name, "policy_loss": loss.name, "aggregation": aggregate.name}
-    chosen = dict(given) | names
+    chosen = dict(given) | {"advantage": estimator.name, "policy_loss": loss.name, "aggregation": aggregate.name}
     if given.filter.function is not None:
         function = find("filter.function", {}, given.filter.function).name
         chosen["filter"] = given.filter.model_copy(update={"function": function})
@@ -93,9 +92,8 @@ def build(
             "algorithm.preset=grpo"
         )
     if row.get("on_policy") and ahead:
-        raise ConfigError(
-            f"algorithm.preset={given.preset[0]} is strictly on-policy; use rollout.ahead=0, or algorithm.preset=grpo"
-        )
+        fix = "use rollout.ahead=0, or algorithm.preset=grpo"
+        raise ConfigError(f"algorithm.preset={given.preset[0]} is strictly on-policy; {fix}")
     why = why_recompute(algorithm, in_loss=once and given.old != "rollout")
     if why and weighed and not once:
         why = f"rollout.ahead={ahead} weighs tokens by them"
@@ -145,9 +143,8 @@ def _choose(axis: str, name: str, given: AlgorithmConfig, **options: Any) -> Ent
     entry = entry.with_options(parsed(entry, given.args) | parsed(entry, options, f"algorithm.{axis}"))
     if missing := [n for n, p in entry.parameters.items() if p.default is p.empty and n not in entry.overrides]:
         args = ", ".join(f"{n}: {EXAMPLES.get(n, 1)}" for n in missing)
-        raise ConfigError(
-            f"algorithm.{axis}={name} needs {' and '.join(missing)}; for example algorithm.args={{{args}}}"
-        )
+        needed = " and ".join(missing)
+        raise ConfigError(f"algorithm.{axis}={name} needs {needed}; for example algorithm.args={{{args}}}")
     return entry
 
 
@@ -173,9 +170,8 @@ def _refuse_unread(given: AlgorithmConfig, algorithm: Algorithm) -> None:
         for axis, entries in algorithm.chosen.items() if name not in read else ():
             if readers := [other for other, entry in AXES[axis].items() if entry.reads(name)]:
                 now = ", ".join(entry.name for entry in entries)
-                raise ConfigError(
-                    f"algorithm.{says} with {axis}={now}; remove it, or use algorithm.{axis}={readers[0]}"
-                )
+                fix = f"remove it, or use algorithm.{axis}={readers[0]}"
+                raise ConfigError(f"algorithm.{says} with {axis}={now}; {fix}")
     for name in given.args:
         if len(readers := [axis for axis, names in axes.items() if name in names]) > 1:
             both = " and ".join(f"{axis}={algorithm.chosen[axis][0].name}" for axis in readers)

@@ -117,8 +117,7 @@ def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs:
 def _corrected(inputs: LossInputs, chosen: Sequence[Entry]) -> LossInputs:
     """Add weights and masks for the gap between the log-probs of the engine and the trainer."""
     assert inputs.rollout is not None, "corrections need rollout log-probs"
-    names = ("live", "sequence", "sequences", "ages")
-    where: dict[str, Any] = {name: getattr(inputs, name) for name in names}
+    where: dict[str, Any] = {name: getattr(inputs, name) for name in ("live", "sequence", "sequences", "ages")}
     found = apply(chosen, measure(inputs.old.double(), inputs.rollout.double(), **where))
     ones = torch.ones_like(inputs.old)
     weights, keep = (ones if each is None else each.to(ones.dtype) for each in (found.weights, found.keep))

@@ -28,15 +28,10 @@ Updates = list[list[Batch]]  # one list of forests per optimizer step
 
 def keep_informative(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Counter[str]]:
     """Dynamic sampling: groups whose raw outcomes make them worth training on, and counts of why others are not."""
-    kept, reasons = [], Counter[str]()
-    for group in groups:
-        outcomes = outcomes_of(group, algorithm)
-        reason = discard_reason(outcomes, algorithm.filter.low, algorithm.filter.high)
-        if reason is None:
-            kept.append(group)
-        else:
-            reasons[reason] += 1
-    return kept, reasons
+    low, high = algorithm.filter.low, algorithm.filter.high
+    reasons = [discard_reason(outcomes_of(group, algorithm), low, high) for group in groups]
+    kept = [group for group, reason in zip(groups, reasons, strict=True) if reason is None]
+    return kept, Counter(reason for reason in reasons if reason is not None)
 
 
 def apply_user_filter(groups: Sequence[Group], algorithm: Algorithm) -> tuple[list[Group], Counter[str]]:

@@ -35,10 +35,8 @@ def pack(
     the process that computes it divides it into `pieces`.
     """
     options: dict[str, Any] = {"with_ends": ends, "budget": micro_tokens, "whole": whole}
-    chosen: list[Members] = []
-    for index, group in enumerate(groups):
-        if members := [t for t in group.trajectories if t.trained and t.response_length]:
-            chosen.append((index, members))
+    trained = [[t for t in group.trajectories if t.trained and t.response_length] for group in groups]
+    chosen: list[Members] = [(index, members) for index, members in enumerate(trained) if members]
     if not chosen or dp_size == 1:
         return _batch(chosen, options).pieces() if chosen else []
     dealt, sizes = list[Members](), list[int]()

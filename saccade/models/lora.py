@@ -112,8 +112,7 @@ def four_bit_options(family: Family, dtype: torch.dtype, device: torch.device) -
 
     # On some CPUs the first forward without gradients would repack weights, in bf16, and training would use those.
     modules.has_avx512bf16 = lambda: False
-    towers = family.spec.towers.items()
-    others = [p.rstrip(".") for tower, prefixes in towers if tower != "llm" for p in prefixes]
+    others = [p.rstrip(".") for tower, prefixes in family.spec.towers.items() if tower != "llm" for p in prefixes]
     quantization = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

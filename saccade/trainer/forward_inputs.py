@@ -43,10 +43,9 @@ class Inputs:
 def inputs_of(batch: Batch, family: Family, device: torch.device, dtype: torch.dtype, *, pixels: bool) -> Inputs:
     spans = [np.arange(span.start, span.end) for span in batch.media]
     places = np.concatenate(spans) if spans else np.zeros(0, np.int64)
-    ids = batch.ids
-    blocks = blocks_at(family.blocks, ids, family.chat.placeholders)
+    blocks = blocks_at(family.blocks, batch.ids, family.chat.placeholders)
     return Inputs(
-        ids=to_device(ids, device),
+        ids=to_device(batch.ids, device),
         positions=to_device(batch.positions(family.positions), device),
         plan=forest_plan(batch.node_starts, batch.parents, device, dtype, blocks=blocks),
         places=to_device(places, device) if spans else None,

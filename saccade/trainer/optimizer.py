@@ -280,8 +280,7 @@ class _KahanAdamW:
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda progress: 1.0,
     "linear": lambda progress: 1 - progress,
-    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    "cosine_with_min_lr": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    **dict.fromkeys(("cosine", "cosine_with_min_lr"), lambda progress: 0.5 * (1 + math.cos(math.pi * progress))),
 }
 DEFAULT_FLOOR = {"cosine_with_min_lr": 0.1}
 

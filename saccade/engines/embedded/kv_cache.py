@@ -103,10 +103,9 @@ def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
     for layer, (q, k, v) in seen.items():
         source = first[k.untyped_storage().data_ptr()]
         shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], source)
-    state_bytes = sum(each.bytes for each in states)
     kept = [key for each in states for key in each.kept]
     tails_alone = any((layer, "state") not in kept for layer, _ in kept)
-    made = {"device": parameter.device, "dtype": parameter.dtype, "state_bytes": state_bytes}
+    made = {"device": parameter.device, "dtype": parameter.dtype, "state_bytes": sum(each.bytes for each in states)}
     return CacheShape(layers=tuple(shapes), tails_alone=tails_alone, **made)
 
 
@@ -381,7 +380,6 @@ class KVCache:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
             if window not in masks:
                 masks[window] = mask_of(window)
-            mask = masks[window]
             keys, values = (tensors[layer][read, :length].transpose(1, 2) for tensors in (self.keys, self.values))
             heads, size = q.shape[1:]
             groups = heads // k.shape[1]
@@ -392,13 +390,9 @@ class KVCache:
             # Query heads that share a key head become queries of that head: no copy of the cache is
             # ever expanded.
             padded = padded.view(count, width, k.shape[1], groups, size).permute(0, 2, 3, 1, 4)
-            out = sdpa(
-                padded.reshape(count, k.shape[1], groups * width, size),
-                keys,
-                values,
-                attn_mask=mask if width == 1 else mask.repeat(1, 1, groups, 1),
-                scale=scale,
-            )
+            padded = padded.reshape(count, k.shape[1], groups * width, size)
+            mask = masks[window] if width == 1 else masks[window].repeat(1, 1, groups, 1)
+            out = sdpa(padded, keys, values, attn_mask=mask, scale=scale)
             out = out.view(count, k.shape[1], groups, width, v.shape[-1]).permute(0, 3, 1, 2, 4)
             out = out.reshape(count * width, heads, v.shape[-1])
             return out if index is None else out[index]

@@ -65,8 +65,7 @@ def draw(
         else:
             drawn = sample(logits if own is None else logits[own], sampling, banned=banned, keys=keys, index=index)
         ids[chosen], logprobs[chosen] = drawn.ids.cpu().numpy(), drawn.logprobs.cpu().numpy()
-        read = sampling.support and drawn.kept is not None
-        kept = drawn.kept.cpu().numpy() if read else None  # type: ignore[union-attr]
+        kept = drawn.kept.cpu().numpy() if sampling.support and drawn.kept is not None else None
         for row, sequence in enumerate(members):
             if kept is not None:
                 sequence.support.append(np.flatnonzero(kept[row]))

@@ -66,11 +66,8 @@ class IdleTurn:
         """Whether a request continues exactly what is cached, with the same media in that part."""
         n = self.cached
         media = tuple(span.media.key for span in request.media)
-        return (
-            len(request.ids) > n
-            and np.array_equal(request.ids[:n], self.ids[:n])
-            and media[: len(self.media)] == self.media
-        )
+        same_ids = len(request.ids) > n and np.array_equal(request.ids[:n], self.ids[:n])
+        return same_ids and media[: len(self.media)] == self.media
 
 
 @dataclass(frozen=True, kw_only=True)
