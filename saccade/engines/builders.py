@@ -22,10 +22,8 @@ def build(settings: Settings, family: Family, model: Any = None) -> Engine:
     name = settings.engine
     if name != "embedded":
         if family.spec.section:
-            raise ConfigError(
-                f"rollout.engine={name}: it needs all models of a {family.name} folder, but only one of them is "
-                "trained; use rollout.engine=embedded"
-            )
+            why = f"it needs all models of a {family.name} folder, but only one of them is trained"
+            raise ConfigError(f"rollout.engine={name}: {why}; use rollout.engine=embedded")
         return ENGINES[name](settings, family, beside_trainer=model is not None)
     from saccade.engines.embedded import EmbeddedEngine
 
@@ -34,10 +32,6 @@ def build(settings: Settings, family: Family, model: Any = None) -> Engine:
 
         from saccade.models.load import DTYPES, load_model
 
-        model = load_model(
-            family,
-            dtype=DTYPES[settings.dtype],
-            device=torch.device(settings.device),
-            trust_remote_code=settings.trust_remote_code,
-        )
+        dtype, device = DTYPES[settings.dtype], torch.device(settings.device)
+        model = load_model(family, dtype=dtype, device=device, trust_remote_code=settings.trust_remote_code)
     return EmbeddedEngine(model, family, max_sequences=settings.max_sequences, check_nan=settings.check_nan)

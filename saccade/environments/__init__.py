@@ -164,10 +164,8 @@ def sweep_problems(env: EnvConfig, turns: Sequence[int]) -> Iterator[str]:
         yield "val.turns: has no effect with env.name=single_turn; remove it"
     shown = env.limits(evaluation=True)["max_images"]
     if most > 1 and env.name == "crop" and shown is not None and shown < most:
-        yield (
-            f"env.eval.max_images: {shown} images end an episode before the {most} turns of val.turns; "
-            f"try env.eval.max_images={2 * most}"
-        )
+        hint = f"try env.eval.max_images={2 * most}"
+        yield f"env.eval.max_images: {shown} images end an episode before the {most} turns of val.turns; {hint}"
 
 
 def load_user_code(env: EnvConfig) -> UserCode:

@@ -100,10 +100,9 @@ def _refuse_unknown(module: torch.nn.Module, options: dict[str, Any]) -> None:
     for name, value in options.items():
         if value is None or value is False or name in HARMLESS or (name == "dropout" and value == 0):
             continue
-        raise EnvironmentProblem(
-            f"{type(module).__name__} passes {name}= to its attention, which would be computed "
-            "without it; use another model" + (", or set its attention_dropout to 0" if name == "dropout" else "")
-        )
+        what = f"{type(module).__name__} passes {name}= to its attention, which would be computed without it"
+        also = ", or set its attention_dropout to 0" if name == "dropout" else ""
+        raise EnvironmentProblem(f"{what}; use another model{also}")
 
 
 # -- segments: the vision tower --------------------------------------------------------------------

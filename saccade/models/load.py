@@ -132,13 +132,8 @@ def hidden_states(
             spans = [np.arange(span.start, span.end) for span in media]
             places = to_device(np.concatenate(spans), ids.device)
         options = (family.embed or decoder_inputs)(model, ids, places, features)
-    whole: Any = model
-    output = decoder_of(whole)(
-        position_ids=positions[:, None] if family.axes > 1 else positions,
-        use_cache=False,
-        attention_plan=plan,
-        **options,
-    )
+    position_ids = positions[:, None] if family.axes > 1 else positions
+    output = decoder_of(model)(position_ids=position_ids, use_cache=False, attention_plan=plan, **options)
     return output.last_hidden_state.squeeze(0)
 
 

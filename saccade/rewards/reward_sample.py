@@ -88,13 +88,8 @@ def reward_sample(sample: Sample, response: str, **fields: Any) -> RewardSample:
 
 def image_records(media: Sequence[Media]) -> list[dict[str, Any]]:
     return [
-        {
-            "hash": each.hash,
-            "path": each.path,
-            "size": [each.width, each.height],
-            "pixels": [each.min_pixels, each.max_pixels],
-        }
-        for each in media
+        {"hash": m.hash, "path": m.path, "size": [m.width, m.height], "pixels": [m.min_pixels, m.max_pixels]}
+        for m in media
     ]
 
 

@@ -148,16 +148,9 @@ class LocalTrainer:
     def hidden_at(self, batch: Batch, places: np.ndarray) -> Tensor:
         """Last hidden states [places, hidden size] at some tokens of the forest."""
         inputs = self._inputs.get(batch)
-        hidden = hidden_states(
-            self.model,
-            self.family,
-            inputs.ids,
-            inputs.positions,
-            batch.media,
-            inputs.plan,
-            places=inputs.places,
-            features=self._features(batch, inputs),
-        )
+        given = inputs.ids, inputs.positions, batch.media, inputs.plan
+        features = self._features(batch, inputs)
+        hidden = hidden_states(self.model, self.family, *given, places=inputs.places, features=features)
         return hidden[to_device(places, self.device)]
 
     def _features(self, batch: Batch, inputs: Inputs) -> Tensor | None:
