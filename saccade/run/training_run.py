@@ -285,7 +285,7 @@ class Run:
         self._updating = False
         measured: Mapping[str, float] = {}
         try:
-            if self.progress.unvalidated and validation.beside is not None and self.step < self.total:
+            if self.progress.unvalidated and validation.rollout_pool is not None and self.step < self.total:
                 self._awaited = validation.begin(self.step, progress.scores)
             elif self.progress.unvalidated:
                 measured = self._validate(partial(validation.measure, self.step, progress.scores))
