@@ -75,7 +75,7 @@ def test_init_writes_what_fits_a_gpu(large, tmp_path):
 ])  # fmt: skip
 def test_init_uses_the_gpus_that_are_there(shaped, tmp_path, monkeypatch, size, gpus, said, changed):
     """Before it changes what is trained."""
-    monkeypatch.setattr(devices, "present", lambda wanted: H200)
+    monkeypatch.setattr(devices, "current_device", lambda wanted: H200)
     monkeypatch.setattr(devices, "count", lambda wanted="auto": gpus)
     (rows := tmp_path / "rows.jsonl").write_text('{"question": "2 + 2?", "answer": "4"}\n')
     result = CliRunner().invoke(app, ["init", shaped(size), str(rows), "--out", str(out := tmp_path / "run.yaml")])

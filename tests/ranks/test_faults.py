@@ -46,7 +46,7 @@ KILLED = {
     ("rank-1",): (
         f"rank 1 on {host_name()}",
         f"rank 0 on {host_name()} was at",
-        "step-1, and run.resume=auto continues\n",
+        ", and run.resume=auto ",  # continues, or starts again if step 1 was still being saved
         "run.restarts: 0 left",
     ),
     ("engine-0", "reward worker"): ("engine-0 died and starts again",),

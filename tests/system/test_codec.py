@@ -8,7 +8,7 @@ import pytest
 
 from saccade.media.images import crop
 from saccade.media.kinds import decode as pixels
-from saccade.plugins.evaluation import evaluate
+from saccade.plugins.evaluation import rescoring
 from saccade.plugins.media import videos
 from saccade.rewards.reward_sample import image_records
 from saccade.system.codec import MissingFile, decode, encode, files_of, pack, unpack
@@ -125,7 +125,7 @@ def test_media_of_stored_answers_come_back_with_all_that_they_show(records, tmp_
     whole = records["message"].media[-1]  # at a path
     for media in (whole, crop(whole, (0, 0, 56, 56)), replace(film, pictures=tuple(frames))):
         (facts,) = image_records([media])
-        same(evaluate._media(facts | encode(media)), media)
-        assert evaluate._has_files(facts | encode(media))
-    assert not evaluate._has_files(encode(film))
-    assert evaluate._media(image_records([whole])[0]) == whole  # as earlier versions wrote it
+        same(rescoring._media(facts | encode(media)), media)
+        assert rescoring._has_files(facts | encode(media))
+    assert not rescoring._has_files(encode(film))
+    assert rescoring._media(image_records([whole])[0]) == whole  # as earlier versions wrote it
