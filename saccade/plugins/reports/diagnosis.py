@@ -67,7 +67,9 @@ GROUPS = {
         "in {share} of the groups every response is wrong; use easier data, raise train.samples_per_prompt, "
         "or warm up with `saccade sft`"
     ),
-    "group/all_right_frac": Cause("in {share} of the groups every response is right; use harder data, or stop here"),
+    "group/all_right_frac": Cause(
+        "in {share} of the groups every response is right; use harder data, or stop here", (1 - QUARTER, 1.0)
+    ),
     "group/dead_frac": Cause(
         "in {share} of the groups all members have the same reward; raise train.samples_per_prompt "
         "or rollout.temperature, or use data of other difficulty",
