@@ -179,9 +179,11 @@ def test_corrections_that_leave_little_of_what_was_sampled_are_said():
 
 def test_a_healthy_run_is_silent_and_few_responses_wait_for_more_steps():
     assert diagnose([GOOD | {"count/samples": 1000}] * 20) == {} == diagnose([])
-    few = GOOD | DEAD | {"count/samples": ENOUGH // 2 - 1}
+    few = GOOD | {"group/all_wrong_frac": 0.8, "count/samples": ENOUGH // 2 - 1}
     assert diagnose([few] * 2) == {}
     assert len(diagnose([few] * 3)) == 1
+    many = GOOD | DEAD | {"group/all_right_frac": 1.0, "count/samples": ENOUGH}  # not urgent, and noisy in one step
+    assert diagnose([many] * (WINDOW - 1)) == {} and len(diagnose([many] * WINDOW)) == 1
     assert diagnose([GOOD | {"policy/lr": 0.0, "count/samples": ENOUGH}]) == {}  # as warm-up is
 
 

@@ -68,12 +68,13 @@ GROUPS = {
         "or warm up with `saccade sft`"
     ),
     "group/all_right_frac": Cause(
-        "in {share} of the groups every response is right; use harder data, or stop here", (1 - QUARTER, 1.0)
+        "in {share} of the groups every response is right; use harder data, or stop here", (1 - QUARTER, 1.0), WINDOW
     ),
     "group/dead_frac": Cause(
         "in {share} of the groups all members have the same reward; raise train.samples_per_prompt "
         "or rollout.temperature, or use data of other difficulty",
         (1 - QUARTER, 1.0),
+        WINDOW,
     ),
 }
 # Used if none of the others holds.
