@@ -30,7 +30,7 @@ from saccade.rollout.stored import group_files, load_groups
 from saccade.run.folder import RECORD, TRAJECTORIES
 from saccade.run.training_run import Run
 from saccade.system.contents import File
-from saccade.trainer import Scoring
+from saccade.trainer import Scoring, Trainer
 from saccade.trainer.reference import Reference
 from saccade.types import Group, Sample
 
@@ -80,23 +80,17 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     run.compare_sets(sets)
     HOOKS["warn_of_rewards"](scorer, [data, *sets.values()])
     HOOKS["warn_of_rows"](config, family, stream, sets.values())
-    reference = critic = demonstrations = None
-    if algorithm.needs_reference:
-        reference = model_setup.load_beside("reference", config, family, algorithm, trainer)
-    if algorithm.needs_critic:
-        critic = model_setup.load_beside("critic", config, family, algorithm, trainer)
-    if config.train.sft_coef:
-        demonstrations = HOOKS["demonstrations"](config, family, run.quarantine, updates=algorithm.updates_per_step)
+    total = total_steps(config, stream.rows_per_epoch)
+    learners, reference = _learners(config, algorithm, family, trainer, run, total)
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
-    total = total_steps(config, stream.rows_per_epoch)
     pool, steps = _pool_of(config, algorithm, engine), config.rollout.ahead
     ahead = RolloutsAhead(pool=pool, steps=steps, total=total, sample_of=data.sample, record=record, replay=replay)
     begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # rollout.ahead may have been larger
     going_on = ahead if ahead.steps or begun else None
     # Parts with state, by their folder in a checkpoint.
-    with_state = {"critic": critic, "reference": moving, "surplus": carried, "ahead": going_on}
+    with_state = {"critic": learners.critic, "reference": moving, "surplus": carried, "ahead": going_on}
     extra_parts: dict[str, Any] = {name: part for name, part in with_state.items() if part is not None}
     setup = Setup(
         sampler=Sampler(
@@ -115,17 +109,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
             watch=run.watch,
             phase=run.display.console.phase,
         ),
-        learners=Learners(
-            policy=trainer,
-            critic=critic,
-            demonstrations=demonstrations,
-            train=config.train,
-            scoring=Scoring(temperature=config.rollout.temperature),
-            seed=config.run.seed,
-            parity_max=config.rollout.parity_max,
-            total=total,
-            folder=run.folder.path,
-        ),
+        learners=learners,
         reference=reference,
         surplus=surplus,
         validation=Validation(
@@ -138,14 +122,39 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
         ),
     )
     streams = {"stream": stream}
-    if demonstrations is not None:
-        streams["demonstrations"] = demonstrations.stream
+    if learners.demonstrations is not None:
+        streams["demonstrations"] = learners.demonstrations.stream
     run.restore(trainer, streams, extra_parts)
     run.progress = replace(run.progress, algorithm=resolved_options(algorithm))
     engine.update_weights(trainer, version=run.step)  # its own copy may be from another checkpoint
     extra_parts |= HOOKS["average"](config, family, trainer, run.start)
     run.begin(total, trainer, (data, *sets.values()), extra_parts)
     return setup
+
+
+def _learners(
+    config: Config, algorithm: Algorithm, family: Family, trainer: Trainer, run: Run, total: int
+) -> tuple[Learners, Reference | None]:
+    """The models that learn, with what an update reads, and the reference."""
+    reference = critic = demonstrations = None
+    if algorithm.needs_reference:
+        reference = model_setup.load_beside("reference", config, family, algorithm, trainer)
+    if algorithm.needs_critic:
+        critic = model_setup.load_beside("critic", config, family, algorithm, trainer)
+    if config.train.sft_coef:
+        demonstrations = HOOKS["demonstrations"](config, family, run.quarantine, updates=algorithm.updates_per_step)
+    learners = Learners(
+        policy=trainer,
+        critic=critic,
+        demonstrations=demonstrations,
+        train=config.train,
+        scoring=Scoring(temperature=config.rollout.temperature),
+        seed=config.run.seed,
+        parity_max=config.rollout.parity_max,
+        total=total,
+        folder=run.folder.path,
+    )
+    return learners, reference
 
 
 def _pool_of(config: Config, algorithm: Algorithm, engine: Engine) -> Pool:
