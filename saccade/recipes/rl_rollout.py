@@ -10,15 +10,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import count
 
-import numpy as np
-
 from saccade.algorithms import select
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.config import EnvConfig, RewardConfig
 from saccade.data.stream import Stream
 from saccade.engines import Engine
 from saccade.errors import ConfigError, TrainingError
-from saccade.media.kinds import PAIR
 from saccade.media.pixel_cache import in_background
 from saccade.models.families import Family
 from saccade.recipes.accuracy import Scores, items_of, score_terms
@@ -31,9 +28,6 @@ from saccade.run.metrics import group_metrics
 from saccade.run.quarantine import Quarantine
 from saccade.trainer import Trainer
 from saccade.types import ALWAYS_EXCLUDED, Group, Metrics, Source
-
-# Bytes of pixels to prefetch, a quarter of their cache: more would evict those that are trained on.
-LOOK_AHEAD = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +113,11 @@ class Sampler:
 
 
 def prefetch_prompts(stream: Stream, prompts: int, family: Family) -> None:
-    """Prepare images and text of the next prompts in background threads, images up to `LOOK_AHEAD` bytes. Called while
-    the GPU decodes and the host has little to do; in prefill and training the host is busy launching kernels.
+    """Prepare images and text of the next prompts in background threads. Called while the GPU decodes and the host has
+    little to do; in prefill and training the host is busy launching kernels.
     """
     following = stream.peek(prompts)
-    pictures = [media for sample in following for media in sample.media]
-    layers = [PAIR if picture.kind == "video" else 1 for picture in pictures]
-    tokens = [family.measure(picture)[1] for picture in pictures]
-    pixels = np.cumsum(np.multiply(layers, tokens)) * family.unit**2
-    fit = int((3 * pixels <= LOOK_AHEAD).sum())
-    family.prefetch(pictures[:fit])
+    family.prefetch([media for sample in following for media in sample.media])
     for sample in following:
         in_background(family.render, sample.messages)
 

@@ -240,7 +240,7 @@ def _answer(session: _Session, history: _History, family: Family) -> Generator[E
     added = family.render_continuation(step.messages, last_id=int(history.pieces[-1][0][-1]))
     if limits.tokens(family) - history.length - len(added) < limits.min_turn_tokens:
         return "token_budget", True
-    family.prefetch(span.media for span in added.media)  # prepared while others generate
+    family.prefetch([span.media for span in added.media])  # prepared while others generate
     history.read(added)
     history.messages += step.messages
     return "", False

@@ -6,7 +6,8 @@ import ctypes
 
 import numpy as np
 import torch
-from torch.nn.functional import silu, softplus
+from torch.nn import functional
+from torch.nn.functional import softplus
 
 from saccade.engines.embedded.sampling import allowed_ids, sample
 from saccade.forest.attention import first_seen
@@ -82,12 +83,13 @@ def kept_at(address, row, shape, dtype):
     return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
-def convolve_step(x, weight, bias, *, tails, rows, lengths):
+def convolve_step(x, weight, bias, *, tails, rows, lengths, silu=True):
     out, width = torch.zeros_like(x), weight.shape[-1]
     for n in (lengths >= 0).nonzero().flatten().tolist():
         tail = kept_at(tails, rows[n], (width - 1, x.shape[1]), x.dtype)
         seen = torch.cat([tail, x[n : n + 1]])
-        out[n] = silu((seen.T * weight[:, 0]).sum(1) + (0 if bias is None else bias))
+        made = (seen.T * weight[:, 0]).sum(1) + (0 if bias is None else bias)
+        out[n] = functional.silu(made) if silu else made
         tail.copy_(seen[1:])
     return out
 
@@ -109,7 +111,7 @@ def delta_step(mixed, share, decay, A_log, dt_bias, *, heads, states, rows, leng
 
 def gate_step(x, gate, weight, epsilon):
     normed = x.float() * (x.float().square().mean(-1, keepdim=True) + epsilon).rsqrt()
-    return (weight * normed.to(x.dtype) * silu(gate.float())).to(x.dtype)
+    return (weight * normed.to(x.dtype) * functional.silu(gate.float())).to(x.dtype)
 
 
 def cut(logits, *, temperature, top_p, state, banned):

@@ -25,7 +25,7 @@ from tests.models.against import ask
 from tests.models.against import theirs as stocks
 
 CPU = torch.device("cpu")
-PAGED = ("cohere2", "deepseek_v3", "llama4_text", "gemma4_text", "qwen3_5_text", "qwen3_next")
+PAGED = ("cohere2", "deepseek_v3", "llama4_text", "gemma4_text", "qwen3_5_text", "qwen3_next", "lfm2")
 
 
 @pytest.fixture(scope="module")

@@ -48,8 +48,9 @@ def test_the_fast_rule_is_the_slow_one_with_its_gradients(lengths, training):
         assert (got.float() - wanted).norm() < 0.02 * wanted.norm()
 
 
+@pytest.mark.parametrize("silu", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_token_of_each_row_is_plain_torch(dtype):
+def test_one_token_of_each_row_is_plain_torch(dtype, silu):
     """Convolution, rule and norm, as they are on a CPU; idle rows change nothing."""
     from saccade.plugins.gpu import step_kernels
 
@@ -66,7 +67,7 @@ def test_one_token_of_each_row_is_plain_torch(dtype):
         at, there = (torch.tensor([kept.data_ptr()], device=device) for kept in (tail, state))
         where = {"rows": rows.to(device), "lengths": lengths.to(device)}
         given = [each.to(device) for each in (share, decay, A_log, dt_bias)]
-        mixed = kernels.convolve_step(x.to(device), weight.to(device), None, tails=at, **where)
+        mixed = kernels.convolve_step(x.to(device), weight.to(device), None, tails=at, **where, silu=silu)
         shape = (key_heads, heads, size, wide)
         out = kernels.delta_step(mixed, *given, heads=shape, states=there, **where)
         out = kernels.gate_step(out, gate.to(device), gain.to(device), 1e-6)

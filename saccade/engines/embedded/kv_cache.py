@@ -67,7 +67,6 @@ class CacheShape:
     device: torch.device
     dtype: torch.dtype
     state_bytes: int = 0  # recurrent states of one sequence, of any length
-    tails_alone: bool = False  # some layers (short convolutions) keep only their last tokens, no state
 
     @property
     def bytes_per_token(self) -> int:
@@ -103,10 +102,8 @@ def cache_shape(model: torch.nn.Module, family: Family) -> CacheShape:
     for layer, (q, k, v) in seen.items():
         source = first[k.untyped_storage().data_ptr()]
         shapes[layer] = LayerShape(q.shape[1], k.shape[1], k.shape[2], v.shape[2], source)
-    kept = [key for each in states for key in each.kept]
-    tails_alone = any((layer, "state") not in kept for layer, _ in kept)
     made = {"device": parameter.device, "dtype": parameter.dtype, "state_bytes": sum(each.bytes for each in states)}
-    return CacheShape(layers=tuple(shapes), tails_alone=tails_alone, **made)
+    return CacheShape(layers=tuple(shapes), **made)
 
 
 def use_kernels(shape: CacheShape) -> bool:
@@ -118,8 +115,6 @@ def why_no_kernels(shape: CacheShape) -> str:
     """Why the Triton kernels do not support a model on any GPU; empty if they do."""
     if shape.dtype not in HALF:  # full precision: greedy tokens equal those of transformers, bit by bit
         return f"its weights are {shape.dtype}"
-    if shape.tails_alone:
-        return "it has short convolutions without a state"
     for layer in shape.layers:
         for size in (layer.key_size, layer.value_size):  # 0 for a recurrent layer
             if size % 8 or size > 512:

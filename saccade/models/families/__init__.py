@@ -7,7 +7,7 @@ says which ids may never be sampled. The rest of the system uses it and never ch
     family.render(messages).ids
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from saccade.config import SeriesConfig
 from saccade.errors import EnvironmentProblem
 from saccade.media.images import ImageError
-from saccade.media.kinds import KINDS
+from saccade.media.kinds import KINDS, PAIR
 from saccade.media.pixel_cache import ImageCache, in_background
 from saccade.models.chat import Chat, Grid, load_chat
 from saccade.models.families import qwen_vl
@@ -26,6 +26,8 @@ from saccade.models.files import model_json
 from saccade.registry import HOOKS, Table
 from saccade.types import Media, MediaSpan, Message, Rendered
 
+# Bytes of pixels to prefetch, a quarter of their cache: more would evict those that are trained on.
+LOOK_AHEAD = 512 << 20
 # Special tokens of other modalities that some text tokenizers carry too.
 PLACEHOLDER_TOKENS = (
     *("<|image_pad|>", "<|video_pad|>", "<|vision_pad|>", "<|vision_start|>", "<|vision_end|>", "<|audio_pad|>"),
@@ -143,9 +145,13 @@ class Family:
     def render_continuation(self, messages: Sequence[Message], *, last_id: int) -> Rendered:
         return self.chat.render_continuation(messages, self.measure, last_id=last_id)
 
-    def prefetch(self, media: Iterable[Media]) -> None:
-        """Compute model inputs of media in background threads. Errors are raised again when the result is used."""
-        for one in media:
+    def prefetch(self, media: Sequence[Media]) -> None:
+        """Compute model inputs of media in background threads, up to `LOOK_AHEAD` bytes. Errors are raised again when
+        the result is used.
+        """
+        layers = [PAIR if one.kind == "video" else 1 for one in media]
+        pixels = np.cumsum(np.multiply(layers, [self.measure(one)[1] for one in media])) * self.unit**2
+        for one in media[: int((3 * pixels <= LOOK_AHEAD).sum())]:
             in_background(self.cache(one).get, one)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

@@ -29,6 +29,7 @@ from saccade.media.images import ImageError
 from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import DECODED, ImageCache
 from saccade.models.families.qwen_vl import CACHE_BYTES, resized
+from saccade.plugins.families.image_calls import ImageCalls, arrays
 from saccade.plugins.families.picture_rows import SMALL, PictureRow, narrowed
 from saccade.plugins.families.pixel_options import Options, call_options, options_of
 from saccade.plugins.media.videos import metadata
@@ -101,6 +102,7 @@ class PictureReader:
             raise EnvironmentProblem(f"{path}: its processor cannot be used here: {error}{how}") from error
         self.path, self.media_ids, self.patch = path, np.unique(media_ids), patch
         self.listening = processor.tokenizer = _Listening(processor.tokenizer)
+        self.calls = processor.image_processor = ImageCalls(processor.image_processor)
         self.processor = processor
         self.placeholders = {"image": media_ids[0]}
         self.frames: dict[str, Sequence[tuple[str, str]]] = {"image": AROUND}
@@ -164,7 +166,7 @@ class PictureReader:
             return len(row(size).ids) + sum(math.prod(grid[n : n + 3]) for n in range(0, len(grid), 3))
 
         larger = {size: (size[0] * ENLARGED, size[1] * ENLARGED) for size in SHAPES}
-        self.budget = options_of(self.processor.image_processor)
+        self.budget = options_of(self.calls.own)
         cut = self.budget and any(len(row(size, 1, 1).ids) < len(row(size).ids) for size in SHAPES)
         self.scales = not cut and any(cost(small) < cost(large) for small, large in larger.items())
         if self.scales:
@@ -329,7 +331,7 @@ class PictureReader:
         if whole is None:
             whole = self.call(asked, [self._blank(width, height, kind, *more)])
         kept = {n: v for n, v in whole.items() if n == "input_ids" or (v.nbytes < SMALL and not v.is_meta)}
-        row = self._as_row(kept)
+        row = PictureRow(arrays(kept))
         text = self._written(self.listening.heard.text, frame)
         text = self.listening.heard.text if text is None else text
         ids = row["input_ids"][0]
@@ -366,17 +368,19 @@ class PictureReader:
         return tuple(number for each in sides for number in each) or (1, 1, tokens)
 
     def _made(self, shown: Shown) -> PictureRow:
-        return self._as_row(self.call(self.markers[shown.kind].join(self.frames[shown.kind][0]), [shown]))
-
-    def _as_row(self, made: Mapping[str, Any]) -> PictureRow:
-        # There are no arrays of bfloat16; nothing is lost.
-        return PictureRow({n: (v.float() if v.is_floating_point() else v).numpy() for n, v in made.items()})
+        return PictureRow(arrays(self.call(self.markers[shown.kind].join(self.frames[shown.kind][0]), [shown])))
 
     def _row(self, media: Media) -> Any:
-        row, blank = self._made(self.shown(media)), self.blank_row(*self.size(media))
-        if not np.array_equal(row["input_ids"], blank["input_ids"]):
-            what = "the processor writes other tokens for it than for a blank one of its size"
-            raise DataError(f"{media.path or media.hash[:12]}: {what}; leave it out")
+        shown, size = self.shown(media), self.size(media)
+        blank = self.blank_row(*size)
+        row = self.calls.made(shown.value, shown.options, blank) if shown.kind == "image" else None
+        if row is None:
+            row = self._made(shown)
+            if not np.array_equal(row["input_ids"], blank["input_ids"]):
+                what = "the processor writes other tokens for it than for a blank one of its size"
+                raise DataError(f"{media.path or media.hash[:12]}: {what}; leave it out")
+            if shown.kind == "image":
+                self.calls.compare(shown.value, shown.options, size, row, blank)
         return narrowed(row, half=bool(self.half))
 
     def keep_for(self, dtype: torch.dtype) -> None:

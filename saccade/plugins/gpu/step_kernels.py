@@ -23,25 +23,26 @@ COLUMNS = 32  # elements of a head's value per program
 
 
 def convolve_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, tails: Tensor, rows: Tensor, lengths: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, tails: Tensor, rows: Tensor, lengths: Tensor, silu: bool = True
 ) -> Tensor:
-    """x [B, C], weight [C, 1, K] → silu of the causal convolution [B, C]. `tails`: address of the K - 1 tokens before,
-    [K - 1, C] in the dtype of x for each state row; `rows` [B]: row of each sequence there.
+    """x [B, C], weight [C, 1, K] → the causal convolution [B, C], or its silu. `tails`: address of the K - 1 tokens
+    before, [K - 1, C] in the dtype of x for each state row; `rows` [B]: row of each sequence there.
     """
     count, channels = x.shape
     assert x.stride(1) == 1 and weight.is_contiguous()
     out = torch.empty((count, channels), dtype=x.dtype, device=x.device)
     _convolve[(count, triton.cdiv(channels, CHANNELS))](
-        x, weight, bias, out, tails, rows, lengths, x.stride(0), C=channels, K=weight.shape[-1], BLOCK=CHANNELS,
-        num_warps=4,
+        x, weight, bias, out, tails, rows, lengths, x.stride(0), C=channels, K=weight.shape[-1], SILU=silu,
+        BLOCK=CHANNELS, num_warps=4,
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _convolve(
-    x, weight, bias, out, tails, rows, lengths, x_row, C: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr
-):  # pragma: no cover - runs on the GPU
+    x, weight, bias, out, tails, rows, lengths, x_row,
+    C: tl.constexpr, K: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip  # pragma: no cover - runs on the GPU
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = channel < C
@@ -61,7 +62,8 @@ def _convolve(
         if bias is not None:
             total += tl.load(bias + channel, mask=real, other=0.0).to(tl.float32)
         given = total.to(dtype).to(tl.float32)  # rounded, as the result of a separate convolution
-        given = given / (1.0 + tl.exp(-given))
+        if SILU:
+            given = given / (1.0 + tl.exp(-given))
     tl.store(out + row * C + channel, given.to(dtype), mask=real)
 
 

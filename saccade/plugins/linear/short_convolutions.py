@@ -10,8 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from saccade.errors import EnvironmentProblem
+from saccade.forest.device_ops import KERNELS
 from saccade.models.families import FAMILIES, refuse_noise
 from saccade.plugins.linear.gated_layers import convolved
+from saccade.plugins.linear.segments import RecurrentPlan, Steps
 
 PARTS = ("conv", "operator_norm", "ffn_norm", "feed_forward")
 
@@ -31,8 +33,14 @@ def patch_convolutions(model: Any) -> None:
 def _forward(layer: Any, hidden_states: Tensor, *, attention_plan: Any, **unused: Any) -> Tensor:
     short, x = layer.conv, layer.operator_norm(hidden_states).squeeze(0)
     before, behind, values = short.in_proj(x).chunk(3, dim=-1)
-    mixed = behind * convolved(short.layer_idx, short.conv, before * values, attention_plan.recurrent_plan)
-    hidden_states = hidden_states + short.out_proj(mixed).unsqueeze(0)
+    gated = before * values
+    plan: RecurrentPlan | Steps = attention_plan.recurrent_plan
+    if isinstance(plan, Steps):
+        where = {"tails": plan.addresses[short.layer_idx, "tail"], "rows": plan.rows, "lengths": plan.lengths}
+        mixed = KERNELS["convolve_step"](gated, short.conv.weight, short.conv.bias, **where, silu=False)
+    else:
+        mixed = convolved(short.layer_idx, short.conv, gated, plan)
+    hidden_states = hidden_states + short.out_proj(behind * mixed).unsqueeze(0)
     return hidden_states + layer.feed_forward(layer.ffn_norm(hidden_states))
 
 
