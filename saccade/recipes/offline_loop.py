@@ -120,8 +120,6 @@ def train(job: Job, task: Task) -> dict[str, Any]:
         with run.phase(task.preparing):
             batches, loss = task.prepare(samples)
         with run.phase("update"):
-            following = stream.peek(options.prompts_per_step)
-            trainer.family.prefetch([media for sample in following for media in sample.every_media])
             update = task.train(batches, loss, lr=options.lr * lr_factor(run.step, total, options))
             bad = guard(update, batches, run.progress.bad_updates, options, run.folder.path, step=step)
         progress = replace(run.progress, step=step, stream=stream.state(), bad_updates=bad)

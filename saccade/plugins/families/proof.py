@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.distributed import ReduceOp
 
 import saccade
@@ -313,7 +314,7 @@ def theirs(model: Any, row: ProofRow) -> tuple[tuple[Tensor, Tensor], dict[Any, 
     states: list[Tensor] = []
     hook = interface.decoder_of(model).register_forward_hook(lambda *met: states.append(met[2].last_hidden_state[0]))
     try:
-        with _watched(model, seen):
+        with _watched(model, seen), sdpa_kernel(SDPBackend.MATH):  # others misread some masks in full precision on a GPU
             logits = model(**whole_inputs(model, row), use_cache=False).logits[0]
     finally:
         hook.remove()
