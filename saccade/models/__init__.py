@@ -4,11 +4,14 @@ A CUDA build of torchvision cannot load its compiled operators next to a CPU bui
 (PyPI pairs the two). Declaring two operators is enough: image transforms never call them.
 """
 
+import gc
 import sys
 from importlib.machinery import PathFinder
 from typing import Any
 
 DECLARED: list[Any] = []  # empty: torchvision can also be imported in processes without saccade
+# What torch and transformers make lives on: looking for garbage in it takes a seventh of the time to start.
+gc.set_threshold(5_000, 20, 50)
 
 
 class _BeforeTorchvision:
