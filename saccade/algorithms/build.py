@@ -37,49 +37,15 @@ def build(
     weights, unless the preset or the config gives `correct` (even an empty one), or `old` is rollout, which is then
     the default of losses made for such tokens.
     """
-    row = row_of(given.preset)
-    loss = _choose("policy_loss", given.policy_loss, given)
-    named = given.correct or "correct" in given.model_fields_set
-    own = bool(ahead and loss.older) and given.old == "auto" and not given.correct
-    if own and not why_recompute(build(given, train, reward, max_tokens), in_loss=False):
-        given = given.model_copy(update={"old": "rollout"})
-    if weighed := bool(ahead) and not named and given.old != "rollout":
-        given = given.model_copy(update={"correct": (CorrectionConfig(name="tis.token"),)})
-    estimator = _choose("advantage", given.advantage, given)
-    aggregation = given.aggregation
-    if loss.name != row.get("policy_loss", "clip") and "aggregation" not in given.model_fields_set:
-        aggregation = loss.own_aggregation or aggregation
-    longest = {"fixed_length": max_tokens} if "fixed_length" not in given.args else {}
-    aggregate = _choose("aggregation", aggregation, given, **longest)
-    divergence = _choose("kl.kind", given.kl.kind, given)
-    corrections = tuple(_correction(config, given) for config in given.correct)
-    used = estimator.options | loss.options | aggregate.options | (divergence.options if given.kl.coef > 0 else {})
-    used |= {name: value for name, value in given.args.items() if any(c.reads(name) for c in corrections)}
-    chosen = dict(given) | {"advantage": estimator.name, "policy_loss": loss.name, "aggregation": aggregate.name}
-    if given.filter.function is not None:
-        function = find("filter.function", {}, given.filter.function).name
-        chosen["filter"] = given.filter.model_copy(update={"function": function})
-    algorithm = Algorithm.model_construct(
-        **chosen
-        | {
-            "args": used,
-            "kl": given.kl.model_copy(update={"kind": divergence.name}),
-            "correct": tuple(CorrectionConfig.model_construct(name=c.name, **c.options) for c in corrections),
-        },
-        about=row["about"],
-        paper=row["paper"],
-        samples_per_prompt=train.samples_per_prompt,
-        updates_per_step=train.updates_per_step,
-        sequences=train.prompts_per_step * train.samples_per_prompt,
-        max_tokens=max_tokens,
-        reward_clip=reward.clip,
-        reward_normalise=reward.running_norm,
-        estimator=estimator,
-        loss=loss,
-        aggregate=aggregate,
-        divergence=divergence,
-        corrections=corrections,
-    )
+    algorithm, row, weighed = _assemble(given, train, reward, max_tokens), row_of(given.preset), False
+    if ahead and not given.correct:
+        changes: dict[str, Any] = {}
+        if algorithm.loss.older and given.old == "auto" and not why_recompute(algorithm, in_loss=False):
+            changes = {"old": "rollout"}
+        elif weighed := "correct" not in given.model_fields_set and given.old != "rollout":
+            changes = {"correct": (CorrectionConfig(name="tis.token"),)}
+        given = given.model_copy(update=changes)
+        algorithm = _assemble(given, train, reward, max_tokens)
     _refuse_contradictions(algorithm)
     _refuse_unread(given, algorithm)
     for problem in without_effect(given, "algorithm.", {"algorithm": algorithm}):
@@ -98,6 +64,46 @@ def build(
     if why and weighed and not once:
         why = f"rollout.ahead={ahead} weighs tokens by them"
     return algorithm.model_copy(update={"old": old_mode(given.old, once=once, forced=why)})
+
+
+def _assemble(given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, max_tokens: int) -> Algorithm:
+    """The functions that are named, with their options; nothing is refused yet."""
+    row = row_of(given.preset)
+    loss, estimator = (_choose(axis, getattr(given, axis), given) for axis in ("policy_loss", "advantage"))
+    aggregation = given.aggregation
+    if loss.name != row.get("policy_loss", "clip") and "aggregation" not in given.model_fields_set:
+        aggregation = loss.own_aggregation or aggregation
+    longest = {"fixed_length": max_tokens} if "fixed_length" not in given.args else {}
+    aggregate = _choose("aggregation", aggregation, given, **longest)
+    divergence = _choose("kl.kind", given.kl.kind, given)
+    corrections = tuple(_correction(config, given) for config in given.correct)
+    used = estimator.options | loss.options | aggregate.options | (divergence.options if given.kl.coef > 0 else {})
+    used |= {name: value for name, value in given.args.items() if any(c.reads(name) for c in corrections)}
+    changed: dict[str, Any] = {
+        "args": used,
+        "kl": given.kl.model_copy(update={"kind": divergence.name}),
+        "correct": tuple(CorrectionConfig.model_construct(name=c.name, **c.options) for c in corrections),
+        **{"advantage": estimator.name, "policy_loss": loss.name, "aggregation": aggregate.name},
+    }
+    if given.filter.function is not None:
+        function = find("filter.function", {}, given.filter.function).name
+        changed["filter"] = given.filter.model_copy(update={"function": function})
+    return Algorithm.model_construct(
+        **dict(given) | changed,
+        about=row["about"],
+        paper=row["paper"],
+        samples_per_prompt=train.samples_per_prompt,
+        updates_per_step=train.updates_per_step,
+        sequences=train.prompts_per_step * train.samples_per_prompt,
+        max_tokens=max_tokens,
+        reward_clip=reward.clip,
+        reward_normalise=reward.running_norm,
+        estimator=estimator,
+        loss=loss,
+        aggregate=aggregate,
+        divergence=divergence,
+        corrections=corrections,
+    )
 
 
 def old_mode(wanted: str, *, once: bool, forced: str | None) -> str:
