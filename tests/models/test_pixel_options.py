@@ -12,18 +12,21 @@ import transformers
 from PIL import Image
 
 from saccade.config import load as load_config
+from saccade.data import datasets
 from saccade.errors import ConfigError
 from saccade.media.images import open_media
 from saccade.media.kinds import decode
 from saccade.media.pixel_cache import ImageCache
 from saccade.models.families import load_family
 from saccade.models.load import load_model, media_inputs
+from saccade.plugins.check_data.check_data import check_data
 from saccade.plugins.engines.copy_engine import shown_by
 from saccade.plugins.engines.sglang import body_of
 from saccade.plugins.families import proof, tiny_kinds
 from saccade.plugins.overlong.shorten import shrink
 from saccade.recipes.model_setup import family_of as family_of_config
 from saccade.run.checkpoint import copy_processor
+from saccade.run.quarantine import Quarantine
 from saccade.types import Media, Request, Sample
 from tests.models.against import CPU, ask
 
@@ -173,3 +176,19 @@ def test_what_is_kept_of_a_picture_is_narrow_and_read_as_before(told, dtype, sha
     family.reader.keep_for(torch.float32)  # a second model, which reads all of it
     family.reader.keep_for(torch.bfloat16)
     assert family.cache(spans[0].media).get(spans[0].media)["pixel_values"].dtype == np.float32
+
+
+def test_a_row_whose_picture_the_processor_fails_at_is_left_out(told, tmp_path):
+    """A strip that it would make no pixel wide: when lengths are counted, and when it is seen."""
+    family = told("mistral3", {})
+    for name, size in (("strip", (200, 1)), ("whole", (40, 30))):
+        Image.new("RGB", size).save(tmp_path / f"{name}.png")
+    rows = [{"id": n, "images": [f"{n}.png"], "problem": "<image>?", "answer": "1"} for n in ("strip", "whole")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = load_config({"data": {"train": str(tmp_path / "rows.jsonl"), "max_bad_fraction": 0.5}})
+    report = check_data(config, family=family)
+    assert [row.id for row in report.bad] == ["strip"] and report.good == 1
+    assert "strip.png: the model's processor fails at it (ValueError: Size must" in report.bad[0].reason
+    quarantine, unmeasured = Quarantine(tmp_path, config.data), datasets.load(config.data.train, config.data)
+    assert [sample.id for sample in quarantine.whole(unmeasured, family)] == ["whole"]
+    assert [row.reason for row in quarantine.found(unmeasured)] == [report.bad[0].reason]

@@ -15,7 +15,8 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from saccade.errors import ConfigError, DataError, EnvironmentProblem
+from saccade.errors import ConfigError, DataError, EnvironmentProblem, SaccadeError
 from saccade.media.images import ImageError
 from saccade.media.kinds import KINDS
 from saccade.media.pixel_cache import DECODED, ImageCache
@@ -82,6 +83,18 @@ class _Listening:
         self.heard.text = text if isinstance(text, str) else text[0]
         with self._lock:
             return self._own(text, **options)
+
+
+@contextmanager
+def _failing_at(media: Media) -> Iterator[None]:
+    """Whatever a processor raises makes the row of this medium a bad one."""
+    try:
+        yield
+    except (SaccadeError, MemoryError):
+        raise
+    except Exception as error:
+        what = f"the model's processor fails at it ({type(error).__name__}: {error})"
+        raise ImageError(f"{media.path or media.hash[:12]}: {what}; leave it out") from error
 
 
 class PictureReader:
@@ -179,7 +192,7 @@ class PictureReader:
 
     def expand(self, text: str, media: Sequence[Media]) -> str:
         """What the processor writes, with one placeholder in the place of those of each medium."""
-        rows = [self.blank_row(*self.size(one)) for one in media]
+        rows = [self._known(one) for one in media]
         pieces = re.split("(" + "|".join(map(re.escape, self.markers.values())) + ")", text)
         texts, found = pieces[::2], pieces[1::2]
         if found != [self.markers[one.kind] for one in media]:
@@ -371,16 +384,16 @@ class PictureReader:
         return PictureRow(arrays(self.call(self.markers[shown.kind].join(self.frames[shown.kind][0]), [shown])))
 
     def _row(self, media: Media) -> Any:
-        shown, size = self.shown(media), self.size(media)
-        blank = self.blank_row(*size)
-        row = self.calls.made(shown.value, shown.options, blank) if shown.kind == "image" else None
-        if row is None:
-            row = self._made(shown)
-            if not np.array_equal(row["input_ids"], blank["input_ids"]):
-                what = "the processor writes other tokens for it than for a blank one of its size"
-                raise DataError(f"{media.path or media.hash[:12]}: {what}; leave it out")
-            if shown.kind == "image":
-                self.calls.compare(shown.value, shown.options, size, row, blank)
+        shown, size, blank = self.shown(media), self.size(media), self._known(media)
+        with _failing_at(media):
+            row = self.calls.made(shown.value, shown.options, blank) if shown.kind == "image" else None
+            if row is None:
+                row = self._made(shown)
+                if not np.array_equal(row["input_ids"], blank["input_ids"]):
+                    what = "the processor writes other tokens for it than for a blank one of its size"
+                    raise DataError(f"{media.path or media.hash[:12]}: {what}; leave it out")
+                if shown.kind == "image":
+                    self.calls.compare(shown.value, shown.options, size, row, blank)
         return narrowed(row, half=bool(self.half))
 
     def keep_for(self, dtype: torch.dtype) -> None:
@@ -398,11 +411,15 @@ class PictureReader:
                 raise DataError(f"a row holds {KINDS[kind].article} {BESIDE}; {why}; leave one of them out")
 
     def ids_of(self, media: Media) -> np.ndarray:
-        return self.blank_row(*self.size(media)).ids
+        return self._known(media).ids
 
     def measure(self, media: Media) -> tuple[tuple[int, ...], int]:
-        row = self.blank_row(*self.size(media))
+        row = self._known(media)
         return row.grid, len(row.ids)
+
+    def _known(self, media: Media) -> PictureRow:
+        with _failing_at(media):
+            return self.blank_row(*self.size(media))
 
     @cached_property
     def unit(self) -> int:
