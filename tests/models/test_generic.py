@@ -128,6 +128,7 @@ def test_pictures_in_pieces_are_proved(kind, name, options, squares, tmp_path):
         ("gemma4", "video", ""),  # blocks of frames with the time between them
         ("muse_glimmer", "video", ""),  # told to tell the times; a factor and a cap on its logits
         ("gemma4", "audio", ""),
+        ("qwen3_omni_moe_thinker", "audio", ""),  # nothing for the first layers
     ],
 )
 def test_videos_and_sounds_are_proved_and_trained(kind, name, medium, why):

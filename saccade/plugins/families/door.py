@@ -57,7 +57,7 @@ def picture_features(model: Any, media: Mapping[str, Any]) -> Tensor:
     batches of prompts with a picture each, which places of them stand for pictures, types that its
     tensors are widened to, and the places whose rows are wanted, counted through all batches.
     """
-    found = []
+    found, added_to = [], getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", ())
     for batch in media["batches"].values():
         inputs = cast(batch["inputs"], model.device, model.dtype)
         met = door(model, **{name: value.to(batch["whole"].get(name, value.dtype)) for name, value in inputs.items()})
@@ -67,6 +67,7 @@ def picture_features(model: Any, media: Mapping[str, Any]) -> Tensor:
             model.deeper_layers, added = list(added), added.values()
         rows = [each.to(states.dtype).reshape(-1, states.shape[-1]) for each in added]
         deeper = [torch.zeros_like(states).index_copy(0, batch["places"], each) for each in rows]
+        deeper += [torch.zeros_like(states)] * (len(added_to) - len(deeper))  # of sounds, to which nothing is added
         found.append(torch.cat([states, *deeper], 1))
     return torch.cat(found).index_select(0, media["rows"])
 
