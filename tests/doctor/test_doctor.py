@@ -76,6 +76,15 @@ def test_a_healthy_model_passes_to_its_end(tmp_path, name):
     assert ("another image" in said["parity embedded"]) == (name != "qwen3")
 
 
+def test_media_that_are_refused_beside_others_are_left_out(tmp_path):
+    """Of SmolVLM, whose processor has one name for the pixels of both."""
+    result = run("--model", "tiny:smolvlm", "run.device=cpu", f"run.out={tmp_path}", "--json")
+    (found,) = (f for f in json.loads(result.stdout)["findings"] if f["status"] == "warning")
+    assert re.match("video beside an image: cannot be run: ValueError: its processor makes pixel_values", found["text"])
+    refused = "rows that hold a video beside an image are refused, others are not: leave them out, or use another model"
+    assert found["fix"] == refused
+
+
 def test_a_broken_model_exits_with_3_and_says_what_was_left_out(tmp_path):
     folder = Path(build("qwen3", tmp_path))
     (folder / "tokenizer.json").write_text("{}")  # what a library raises is a finding

@@ -42,7 +42,7 @@ def rows_agree(trainer: LocalTrainer, engine: Engine) -> Iterator[tuple[str, ...
     if trainer.family.reader is not None:
         for row in proof.comparisons(trainer.model, trainer.family):
             status = "warning" if row.kind else "failure"
-            yield ("ok", str(row)) if row.agrees else (status, str(row), proof.INSTEAD)
+            yield ("ok", str(row)) if row.agrees else (status, str(row), row.advice)
         return
     family, sampling = trainer.family, Sampling(max_tokens=8, ignore_eos=True)
     groups = []

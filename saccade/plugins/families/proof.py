@@ -49,7 +49,6 @@ LONGEST_ROW = 8_192  # of a row that is longer than a window
 # Sizes of a picture, up to the usual data.max_pixels: the first that is cut into several squares is looked at.
 LARGER, MOST_TOKENS = ((140, 70), (400, 200), (700, 500), (1200, 800)), 4_096
 NOT_HANDED = "not handed over: its decoder counts them itself, and last states tell whether as here"
-INSTEAD = "use another model, or model.dtype=float32 if it is rounding"
 
 
 class Compared(NamedTuple):
@@ -66,7 +65,17 @@ class Compared(NamedTuple):
     def agrees(self) -> bool:
         return self.gap <= self.limit
 
+    @property
+    def advice(self) -> str:
+        """What can be done where it does not agree."""
+        instead = "use another model" + ", or model.dtype=float32 if it is rounding" * math.isfinite(self.gap)
+        kind, beside, _ = self.kind.partition(f" {BESIDE}")
+        what = kind and f"rows that hold {KINDS[kind].article}{beside} are refused, others are not: leave them out, or "
+        return what + instead
+
     def __str__(self) -> str:
+        if self.gap == math.inf and self.where:
+            return f"{self.what}: {self.where}"
         number = f"{self.gap:.0f}" if self.limit == 0 else f"{self.gap:.2g}"
         return f"{self.what}: {number} {self.of}, limit {self.limit:g}" + f"; {self.where}" * bool(self.where)
 
@@ -87,7 +96,7 @@ def prove(model: Any, family: Family) -> None:
             family.reader.refuse(row.kind, str(row))
         elif not row.agrees:
             what = f"{family.path}: a model of type {family.name!r} computes something else here than in transformers"
-            raise EnvironmentProblem(f"{what}; {row}; {INSTEAD}")
+            raise EnvironmentProblem(f"{what}; {row}; {row.advice}")
     if proved:
         return
     with suppress(OSError):  # it is proved again where nothing can be kept
@@ -147,7 +156,7 @@ def sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> It
         except torch.AcceleratorError:
             raise  # whatever a GPU runs after that fails, too
         except Exception as error:  # also where transformers itself does not take it
-            made = [Compared("run", math.inf, limit, where=f"{type(error).__name__}: {error}")]
+            made = [Compared("cannot be run", math.inf, limit, where=f"{type(error).__name__}: {error}")]
         worst = next((row for row in made if not row.agrees), max(made, key=lambda row: row.gap))
         yield worst._replace(what=f"{name}: {worst.what}", kind=name)
 
