@@ -20,6 +20,7 @@ from saccade.media.pixel_cache import ImageCache
 from saccade.models.families import load_family
 from saccade.models.load import load_model, media_inputs
 from saccade.plugins.check_data.check_data import check_data
+from saccade.plugins.doctor.agreement import unlimited
 from saccade.plugins.engines.copy_engine import shown_by
 from saccade.plugins.engines.sglang import body_of
 from saccade.plugins.families import proof, tiny_kinds
@@ -148,8 +149,13 @@ def test_pictures_are_scaled_where_that_saves_tokens_and_left_alone_where_nothin
         ("ovis2", {"crop_to_patches": True}, (50, 50, 3)),
         ("idefics2", {"size": {"shortest_edge": 28, "longest_edge": 980}}, (50, 50, 3)),  # patches, though no tokens
         ("gemma3", {}, (100, 100, 3)),
+        ("perception_lm", {}, (100, 100, 3)),  # its processor takes no limit but that of its folder
     ):
-        assert told(name, options).picture(small).shape == shape, name
+        family = told(name, options)
+        assert family.picture(small).shape == shape, name
+    ((_, note),) = unlimited(family)
+    assert note.startswith("data.max_pixels makes no image cheaper: one of 640x480 always has 20 tokens")
+    assert not [*unlimited(told("internvl", {}))]
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 0.7), ("bfloat16", 0.4)])

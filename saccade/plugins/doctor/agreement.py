@@ -18,7 +18,7 @@ from saccade.plugins.families import proof
 from saccade.plugins.quickstart.counting import TEACHING_COLOURS, counting_split
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalTrainer
-from saccade.types import Group, Message, Request, Sample, Sampling, Trajectory
+from saccade.types import Group, Media, Message, Request, Sample, Sampling, Trajectory
 
 REPEATS = 2  # answers per prompt, which share it in a forest
 FIX = (
@@ -40,6 +40,7 @@ def rows_agree(trainer: LocalTrainer, engine: Engine) -> Iterator[tuple[str, ...
     processor (`reader`) runs the comparisons of its proof instead.
     """
     if trainer.family.reader is not None:
+        yield from unlimited(trainer.family)
         for row in proof.comparisons(trainer.model, trainer.family):
             status = "warning" if row.kind else "failure"
             yield ("ok", str(row)) if row.agrees else (status, str(row), row.advice)
@@ -66,6 +67,14 @@ def rows_agree(trainer: LocalTrainer, engine: Engine) -> Iterator[tuple[str, ...
     text = ", ".join(f"{way} {gap:.2g}" for way, gap in gaps.items())
     text = f"log-probs of packed rows against {text} (mean gap, limit {limit:g})"
     yield ("ok", text) if max(gaps.values()) <= limit else ("failure", text, FIX)
+
+
+def unlimited(family: Family) -> Iterator[tuple[str, str]]:
+    """A note if no pixel budget makes a picture cheaper."""
+    if not family.reader.scales and family.reader.budget is None:
+        _, tokens = family.measure(Media(hash="", width=640, height=480, path=""))
+        text = f"data.max_pixels makes no image cheaper: one of 640x480 always has {tokens} tokens"
+        yield "note", f"{text}, as its image processor config says"
 
 
 def scores(trainer: LocalTrainer, groups: Sequence[Group]) -> np.ndarray:
