@@ -162,10 +162,14 @@ class Forest:
     @cached_property
     def ids(self) -> np.ndarray:
         """[tokens] int64, as packed."""
+        return self._once(self.rows).astype(np.int64)
+
+    def _once(self, values: np.ndarray) -> np.ndarray:
+        """[…, row tokens] → […, tokens]: each as the first sequence that passes through it has it."""
         nodes, starts = self._stretches
         firsts = starts[np.unique(nodes, return_index=True)[1]].tolist()
         spans = zip(firsts, self.sizes.tolist(), strict=True)
-        return np.concatenate([self.rows[start : start + size] for start, size in spans], dtype=np.int64)
+        return np.concatenate([values[..., start : start + size] for start, size in spans], axis=-1)
 
     def _packed(self, places: np.ndarray) -> np.ndarray:
         """Packed indices of the tokens at `places` (ascending) in `rows`."""
@@ -173,26 +177,13 @@ class Forest:
         counts = np.diff(np.searchsorted(places, starts), append=len(places))
         return places + np.repeat(self.node_starts[nodes] - starts, counts)
 
-    @cached_property
-    def media_nodes(self) -> list[int]:
-        """Index of the node of each medium."""
-        starts = [span.start for span in self.media]
-        return (np.searchsorted(self.node_starts, starts, side="right") - 1).tolist()
-
-    def positions(self, rule: Callable[[int, tuple[MediaSpan, ...]], np.ndarray]) -> np.ndarray:
-        """[axes, tokens] position ids of packed tokens. `rule`: (length of a row, its media) → [axes, length]."""
-        inside: dict[int, list[MediaSpan]] = {}
-        for span, node in zip(self.media, self.media_nodes, strict=True):
-            inside.setdefault(node, []).append(span)
-        starts, above, sizes = (array.tolist() for array in (self.node_starts, self.above, self.sizes))
-        seen: list[tuple[MediaSpan, ...]] = []  # media from the root to the end of each node
-        longest: dict[tuple[MediaSpan, ...], int] = {}
-        for node, parent in enumerate(self.parents.tolist()):
-            own = (span.moved(above[node] - starts[node]) for span in inside.get(node, ()))
-            seen.append((*(seen[parent] if parent >= 0 else ()), *own))
-            longest[seen[-1]] = max(longest.get(seen[-1], 0), above[node] + sizes[node])
-        found = {media: rule(length, media) for media, length in longest.items()}
-        return np.concatenate([found[m][:, a : a + n] for m, a, n in zip(seen, above, sizes, strict=True)], axis=1)
+    def positions(self, rule: Callable[[np.ndarray, tuple[MediaSpan, ...]], np.ndarray]) -> np.ndarray:
+        """[axes, tokens] position ids of packed tokens. `rule`: (ids of a row, its media) → [axes, length]."""
+        found = []
+        for (start, end), index in zip(pairwise(self.row_starts.tolist()), self.media_index, strict=True):
+            media = (span for span in self.media_lists[index] if span.start < end - start)
+            found.append(rule(self.rows[start:end], tuple(media)))
+        return self._once(np.concatenate(found, axis=1))
 
     @cached_property
     def _places(self) -> np.ndarray:

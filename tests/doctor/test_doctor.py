@@ -171,7 +171,7 @@ def test_loopback_keeps_only_those_from_working_who_need_it(monkeypatch):
 
 def test_positions_that_are_not_the_models_own(family_of, load):
     family = family_of("qwen2_5_vl")
-    other = replace(family, positions=lambda n, media: family.positions(n, media) * 2)
+    other = replace(family, positions=lambda ids, media: family.positions(ids, media) * 2)
     model = load("qwen2_5_vl")
     ((status, text, _),) = rows_agree(LocalTrainer(model, other), EmbeddedEngine(model, other))
     assert status == "failure" and "transformers" in text

@@ -105,7 +105,7 @@ def test_a_block_of_a_vision_tower(tmp_path, as_on_a_gpu, image):
     grid, tokens = family.measure(picture)
     span = MediaSpan(media=picture, start=0, length=tokens, grid=grid)
     ids = torch.full((tokens,), family.chat.placeholder)
-    positions = torch.from_numpy(family.positions(tokens, (span,)))
+    positions = torch.from_numpy(family.positions(ids.numpy(), (span,)))
     saved = kept_by(
         model.model.visual.blocks[1], lambda: hidden_states(model, family, ids, positions, (span,), over_gathered_keys)
     )

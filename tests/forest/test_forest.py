@@ -55,7 +55,7 @@ def check(groups: list[Group], batches: list[Batch], family) -> list[tuple[str, 
                 assert batch.sampled[mine].tolist() == tokens[policy].tolist()
                 end += 1
             assert batch.ids[tokens].tolist() == t.ids[:end].tolist()
-            whole = family.positions(len(t.ids), t.media)[:, :end]
+            whole = family.positions(t.ids, t.media)[:, :end]
             assert batch.positions(family.positions)[:, tokens].tolist() == whole.tolist()
             assert batch.predictors[mine].tolist() == tokens[policy - 1].tolist()
             assert batch.targets[mine].tolist() == t.ids[policy].tolist()
@@ -176,7 +176,7 @@ def test_the_nodes_of_a_group(sides, lengths, parents):
     assert np.diff(batch.node_starts).tolist() == lengths and batch.parents.tolist() == parents
     if len(parents) == 4:
         assert batch.predictors.tolist() == [9, 10, 11, 12, 9, 13, 14, 15, 9, 16, 17, 18]
-        positions = batch.positions(lambda length, media: np.arange(length)[None])
+        positions = batch.positions(lambda ids, media: np.arange(len(ids))[None])
         assert positions.tolist() == [[*range(10), *[10, 11, 12] * 3]]
 
 
@@ -229,3 +229,22 @@ def test_where_tokens_were_sampled_is_found_for_all_at_once(grow, family):
             assert getattr(one, name) == getattr(other, name)
         assert one.policy_mask.tolist() == other.policy_mask.tolist()
     find_sampled([])
+
+
+def test_positions_are_told_the_ids_of_their_own_row(image):
+    """Of rows with the same picture in the same place, and of a trunk that ends where its pictures begin."""
+
+    def before(ids, media):
+        return np.where(np.isin(np.arange(len(ids)) + 1, [span.start for span in media]), ids, 0)[None]
+
+    def shows(uid, repeat, first, seed):
+        span = MediaSpan(media=image(56, 56, seed), start=12, length=4, grid=(1, 4, 4))
+        row = sampled(uid, repeat, [first] * 11 + [7] + [9] * 4 + [first] * 3, [repeat, 1, 2])
+        return replace(row, media=(span,))
+
+    groups = [group(shows("g", 0, 3, 0), shows("g", 1, 3, 1)), group(shows("g", 0, 4, 0))]
+    (batch,) = pack(groups, micro_tokens=1000)
+    assert len(batch.parents) == 4 and batch.positions(before).sum() == 2 * 7
+    assert (batch.ids[batch.positions(before)[0] > 0] == 7).all()
+    whole = batch.positions(lambda ids, media: ids[None])[0]
+    assert (whole == batch.ids)[np.isin(batch.ids, (3, 4))].all()

@@ -31,7 +31,7 @@ def test_positions_are_those_of_transformers(name, family_of, stock, image):
     for case in cases:
         parts = [p for i in case for p in (image(*sizes[i], 1), f"picture {i} ")]
         rendered = family.render([Message(role="user", parts=(*parts, "end"))])
-        mine = family.positions(len(rendered), rendered.media)
+        mine = family.positions(rendered.ids, rendered.media)
         if not case:
             assert mine.tolist() == [list(range(len(rendered)))] * 3
             continue
@@ -254,7 +254,7 @@ def test_known_families_agree_with_the_generic_one(name, side, family_of, load):
     picture = open_media(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
     one, two = (family.render([Message(role="user", parts=("a ", picture, "b?"))]) for family in (known, other))
     assert one.ids.tolist() == two.ids.tolist()
-    positions = [family.positions(len(one), r.media).tolist() for family, r in ((known, one), (other, two))]
+    positions = [family.positions(r.ids, r.media).tolist() for family, r in ((known, one), (other, two))]
     assert positions[0] == positions[1]
     with torch.no_grad():
         features = [family.features(load(name), family.media(r.media)) for family, r in ((known, one), (other, two))]

@@ -46,7 +46,7 @@ def assert_same(family, *parts, **options):
     mine = family.vision(rendered.media, CPU, torch.float32)["pixel_values"]
     assert mine.shape == wanted["pixel_values"].shape
     assert torch.equal(mine, wanted["pixel_values"])
-    assert family.positions(len(rendered), rendered.media).tolist() == [[*range(len(rendered))]]
+    assert family.positions(rendered.ids, rendered.media).tolist() == [[*range(len(rendered))]]
 
 
 def test_several_pictures_stand_between_their_own_brackets(family_of, image):

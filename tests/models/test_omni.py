@@ -116,7 +116,7 @@ def test_positions_and_logits_are_those_of_transformers(family, load, stock, nam
         ids, given.get("image_grid_thw"), given.get("video_grid_thw"), mask,
         audio_seqlens=None if heard is None else heard.sum(1), second_per_grids=given.get("video_second_per_grid"),
     )  # fmt: skip
-    positions = family.positions(len(rendered), rendered.media)
+    positions = family.positions(rendered.ids, rendered.media)
     assert np.array_equal(positions, wanted[:, 0].numpy())
     with torch.no_grad():
         theirs = reference(input_ids=ids, attention_mask=mask, **given).logits[0]

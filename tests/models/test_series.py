@@ -74,7 +74,7 @@ def test_any_family_shows_a_series_where_it_stands(plugged, family_of, name):
     assert around == [*plain.chat._encode(before), *plain.chat._encode(after)]
     assert token == plain.vocabulary - 1 and family.banned[token]
     assert token not in plain.chat.tokenizer.get_vocab().values()
-    assert (family.positions(len(rendered), rendered.media) == np.arange(len(rendered))).all()
+    assert (family.positions(rendered.ids, rendered.media) == np.arange(len(rendered))).all()
     assert family.render(ask("text")).ids.tolist() == plain.render(ask("text")).ids.tolist()
     typed = family.render(ask(f"a {chr(0x10FFFF)} <series> b", wave(20)))  # nothing that is typed becomes a series
     assert (typed.ids == token).sum() == 2
@@ -106,7 +106,7 @@ def test_a_picture_and_a_series_keep_their_order(plugged, image):
     made = family.features(model, family.media(rendered.media))
     apart = [family.features(model, family.media([span])) for span in rendered.media]
     assert torch.allclose(made, torch.cat(apart), atol=1e-6)
-    places = family.positions(len(rendered), rendered.media)
+    places = family.positions(rendered.ids, rendered.media)
     start = rendered.media[1].start
     assert places[:, start : start + 4].max(1).tolist() == [start, start + 1, start + 1]
     assert places[0, start + 4] == start + 2  # text goes on behind the picture, over the series

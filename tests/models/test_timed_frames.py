@@ -42,7 +42,7 @@ def test_prompts_and_positions_are_those_of_transformers(name, family_of, proces
         assert prompt.ids.tolist() == made["input_ids"][0].tolist() == generic.render(ask(*parts)).ids.tolist()
         given = {key: value for key, value in made.items() if key.endswith(("grid_thw", "type_ids"))}
         wanted, _ = stock(name).model.get_rope_index(made["input_ids"], **given)
-        assert family.positions(len(prompt), prompt.media).tolist() == wanted[:, 0].tolist()
+        assert family.positions(prompt.ids, prompt.media).tolist() == wanted[:, 0].tolist()
         assert family.banned[family.chat.placeholders["video"]]
     text = family.chat.decode(prompt.ids, special=True)
     assert "<0.1 seconds><|vision_start|><|video_pad|>" in text and "<|vision_end|><1.7 seconds>" in text

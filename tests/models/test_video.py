@@ -135,7 +135,7 @@ def test_tokens_and_positions_are_those_of_transformers(name, family_of, load):
     wanted, _ = rope_index(torch.from_numpy(rendered.ids)[None], kinds_of(rendered, family), **grids)
     # transformers goes on behind the rows and columns of a video, Qwen's own code behind its time
     # as well: the two agree up to there.
-    ours = family.positions(len(rendered), spans)
+    ours = family.positions(rendered.ids, spans)
     end = spans[1].end
     assert np.array_equal(ours[:, :end], wanted[:, 0].numpy()[:, :end])
     assert ours[0, end] == ours[:, spans[1].start : end].max() + 1

@@ -180,8 +180,8 @@ def test_a_layer_that_one_rank_computes_again_all_of_its_group_do(results: Any) 
     assert found == [[True, False], [True, False], [False, True], [False, True]]
 
 
-def counting(length: int, media: Any) -> np.ndarray:
-    return np.arange(length)[None]
+def counting(ids: np.ndarray, media: Any) -> np.ndarray:
+    return np.arange(len(ids))[None]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

@@ -199,7 +199,7 @@ class Scheduler:
         job = self.jobs[key] = PrefillJob(
             members=[sequence],
             ids=ids,
-            positions=self.family.positions(len(ids), sequence.request.media),
+            positions=self.family.positions(ids, sequence.request.media),
             cached=sequence.cached_prompt,
             hidden=None if prefix is None else prefix.hidden,
             prefix=prefix,

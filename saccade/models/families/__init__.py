@@ -109,7 +109,7 @@ class Family:
     max_positions: int
     axes: int = 1  # number of axes of position ids
     measure: Callable[[Media], tuple[Grid, int]] = _unused
-    positions: Callable[[int, tuple[MediaSpan, ...]], np.ndarray] = lambda length, media: np.arange(length)[None]
+    positions: Callable[[np.ndarray, tuple[MediaSpan, ...]], np.ndarray] = lambda ids, media: np.arange(len(ids))[None]
     picture: Callable[[Media], np.ndarray] = _unused  # uint8 [height, width, 3], resized
     # for the model; of a video [frames, height, width, 3]
     untouched: Callable[[int, int], Mapping[str, int]] = lambda tokens, pixels: {}  # (max tokens,

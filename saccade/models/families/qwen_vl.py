@@ -167,12 +167,12 @@ class Tower:
         return made
 
 
-def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: Clock | None) -> np.ndarray:
-    """M-RoPE positions [3, length]: text and audio advance all axes together, an image or video counts (time, row,
+def positions(ids: np.ndarray, media: tuple[MediaSpan, ...], *, merge: int, clock: Clock | None) -> np.ndarray:
+    """M-RoPE positions [3, tokens]: text and audio advance all axes together, an image or video counts (time, row,
     column) from its start, and the next text continues after the largest of them. `clock` gives the temporal positions
     of video layers; None: one step apart.
     """
-    result = np.empty((3, length), dtype=np.int64)
+    result = np.empty((3, len(ids)), dtype=np.int64)
     token, place = 0, 0
     for span in media:
         if span.media.kind == "audio":
@@ -186,7 +186,7 @@ def positions(length: int, media: tuple[MediaSpan, ...], *, merge: int, clock: C
         result[:, span.start : span.end] = axes + place
         place += int(axes.max()) + 1
         token = span.end
-    result[:, token:] = np.arange(place, place + length - token)
+    result[:, token:] = np.arange(place, place + len(ids) - token)
     return result
 
 

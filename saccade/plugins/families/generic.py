@@ -41,8 +41,7 @@ RENAMED: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "second_per_grids": ("video_second_per_grid", lambda row: row["video_second_per_grid"]),
     "audio_seqlens": ("feature_attention_mask", lambda row: row["feature_attention_mask"].sum(-1)),
 }
-# How the names of ids around a medium begin.
-BRACKETS = {"image": ("vision", "image"), "video": ("video", "vision"), "audio": ("audio",)}
+BEHIND = 16  # tokens behind the last medium that positions may depend on, as on a bracket or a line break
 LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 CROSS = ("cross_attention_layers", "cross_layer_interval")
 # Parameters between a tower and the decoder are named so.
@@ -186,7 +185,7 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
         vocabulary=len(banned),
         banned=banned,
         max_positions=max_positions(text.to_dict()),
-        axes=len(positions(1, ())),
+        axes=len(positions(np.zeros(1, np.int64), ())),
         measure=reader.measure,
         positions=positions,
         picture=reader.picture,
@@ -278,32 +277,25 @@ def _video_features(seeing: Any, pixels: Tensor, *places: Any, **options: Any) -
 
 
 def text_or_model_positions(model: Any, reader: PictureReader) -> Any:
-    """(length, spans) → [axes, length], by the model's own function where it has one."""
+    """(ids, spans) → [axes, length], by the model's own function where it has one."""
     skeleton = next((part for part in (model, model.base_model) if hasattr(part, "get_rope_index")), None)
     if skeleton is None:
 
-        def counted(length: int, spans: tuple[MediaSpan, ...]) -> np.ndarray:
+        def counted(ids: np.ndarray, spans: tuple[MediaSpan, ...]) -> np.ndarray:
             reader.require_compatible(spans)
-            return np.arange(length)[None]
+            return np.arange(len(ids))[None]
 
         return counted
     parameters = inspect.signature(skeleton.get_rope_index).parameters
-    around = {}
-    for kind, names in BRACKETS.items():
-        named = ([getattr(model.config, f"{what}_{end}_token_id", None) for end in ("start", "end")] for what in names)
-        around[kind] = next((pair for pair in named if None not in pair), None)
 
     @lru_cache(SIZES_KEPT)
-    def until_last(places: tuple[tuple[int, int], ...], inside: tuple[Media, ...]) -> np.ndarray:
-        """Up to the end of the last medium; behind it they count on."""
-        end = max((start + length for start, length in places), default=0)
-        ids, kinds = np.zeros((2, 1, end + 1), dtype=np.int64)
+    def until_last(shown: bytes, places: tuple[tuple[int, int], ...], inside: tuple[Media, ...]) -> np.ndarray:
+        """Up to a little behind the last medium; from there they count on."""
+        ids = np.frombuffer(shown, dtype=np.int64)[None]
+        kinds = np.zeros_like(ids)
         told: dict[str, list[Tensor]] = {}  # of each medium
         for (start, length), media in zip(places, inside, strict=True):
-            if pair := around[media.kind]:  # some look for what stands around it
-                ids[0, [start - 1, start + length]] = np.array(pair)
             row = reader.blank_row(*reader.size(media))
-            ids[0, start : start + length] = row.ids
             kinds[0, start : start + length] = row.told.get("mm_token_type_ids", 1)
             renamed = {new: make(row) for new, (old, make) in RENAMED.items() if old in row}
             for name, value in (row | renamed).items():
@@ -315,15 +307,16 @@ def text_or_model_positions(model: Any, reader: PictureReader) -> Any:
             **{name: torch.cat(values) for name, values in told.items()},
         }
         given = {name: value for name, value in options.items() if name in parameters}
-        found, _ = skeleton.get_rope_index(torch.from_numpy(ids), **given)
-        return found[:, 0, :end].long().numpy()
+        found, _ = skeleton.get_rope_index(torch.tensor(ids), **given)
+        return found[:, 0].long().numpy()
 
-    def positions(length: int, spans: tuple[MediaSpan, ...]) -> np.ndarray:
+    def positions(ids: np.ndarray, spans: tuple[MediaSpan, ...]) -> np.ndarray:
         reader.require_compatible(spans)
+        shown = ids[: spans[-1].end + BEHIND].astype(np.int64) if spans else np.zeros(1, np.int64)
         places = tuple((span.start, span.length) for span in spans)
-        found = until_last(places, tuple(span.media for span in spans))
-        after = np.arange(length - found.shape[1]) + 1 + found.max(initial=-1)
-        return np.concatenate([found, np.tile(after, (len(found), 1))], axis=1)[:, :length]
+        found = until_last(shown.tobytes(), places, tuple(span.media for span in spans))
+        after = np.arange(len(ids) - len(shown)) + 1 + found.max(initial=-1)
+        return np.concatenate([found, np.tile(after, (len(found), 1))], axis=1)
 
     return positions
 

@@ -429,7 +429,7 @@ def _handed(model: Any, family: Family, rows: Sequence[ProofRow]) -> tuple[float
         met = door(model, **whole_inputs(model, row))
         ours = family.embed(model, ids, where, mine)
         gap = max(gap, _gap(ours["inputs_embeds"].float(), met["inputs_embeds"].float()))
-        found, wanted = family.positions(len(row.ids), row.prompt.media), met.get("position_ids")
+        found, wanted = family.positions(row.ids, row.prompt.media), met.get("position_ids")
         if wanted is not None:
             wanted = wanted.reshape(-1, wanted.shape[-1])[-len(found) :].cpu().numpy()
             wrong = max(wrong or 0, int(np.any(wanted - found != (wanted - found)[0, 0], axis=0).sum()))

@@ -75,7 +75,7 @@ def with_times(family: Family, trusted: bool) -> Family:
     return replace(
         family,
         chat=replace(family.chat, ids_of=ids_of),
-        positions=lambda length, media: family.positions(length, pictures(media)),
+        positions=lambda ids, media: family.positions(ids, pictures(media)),
         media=host_media,
         features=features,
         embed=partial(decoder_inputs, seen=list(placeholders.values())),

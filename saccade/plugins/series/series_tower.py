@@ -111,7 +111,7 @@ def plugged(family: Family, given: SeriesConfig) -> Family:
         ),
         embed=family.embed and embed,
         banned=banned,
-        positions=lambda length, media: family.positions(length, tuple(apart(media, KIND)[0])),
+        positions=lambda ids, media: family.positions(ids, tuple(apart(media, KIND)[0])),
         **joined({name: getattr(family, name) for name in tower}, KIND, tower),
     )
 
