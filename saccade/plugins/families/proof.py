@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.distributed import ReduceOp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saccade
 from saccade.errors import EnvironmentProblem
@@ -323,7 +323,7 @@ def theirs(model: Any, row: ProofRow) -> tuple[tuple[Tensor, Tensor], dict[Any, 
     states: list[Tensor] = []
     hook = interface.decoder_of(model).register_forward_hook(lambda *met: states.append(met[2].last_hidden_state[0]))
     try:
-        with _watched(model, seen), sdpa_kernel(SDPBackend.MATH):  # others misread some masks in full precision on a GPU
+        with _watched(model, seen), sdpa_kernel(SDPBackend.MATH):  # others misread some masks in float32 on a GPU
             logits = model(**whole_inputs(model, row), use_cache=False).logits[0]
     finally:
         hook.remove()
