@@ -32,8 +32,8 @@ WORKS = ("type", "own family", "logits", "gradients", "embedded", "turn", "adapt
 OTHERS = ("type", "own family", "verdict", "why")
 INTRO = """# Models
 
-saccade has code of its own for some families. Every other image-text-to-text model of transformers goes through the
-generic family: its own processor, its own forward up to its decoder, its own positions
+saccade has code of its own for some families. A type without a family of its own (InternVL and LLaVA, too) is served by
+the generic one, after a proof: its own processor, its own forward up to its decoder, its own positions
 ([architecture](architecture.md#model-families)). Nothing of that is believed. Before weights are read, what a config
 tells is looked at; when they are loaded, the model is compared with transformers, and refused if anything differs
 ([doctor](doctor.md#models-without-a-family-of-their-own)).
@@ -51,9 +51,9 @@ is refused for. SGLang has run with none of these models: there are tests of its
 A picture over `data.max_pixels` is scaled down before the model's processor sees it, or, where that saves no tokens,
 the budget becomes options of the processor ([data](data.md#images)). The image processor config in its folder is the
 limit of both: `max_patches` (Llama 4, Ovis2, Cohere2, Aya), `size.longest_edge` (SmolVLM, Idefics3), `max_slice_nums`
-(MiniCPM-V), `max_num_tiles` (Perception), `image_grid_pinpoints` (LLaVA-NeXT, LLaVA-OneVision), `max_soft_tokens`
-(Gemma 4). The last must be below `sliding_window` in a gemma4_unified, whose pictures see past it: the proof refuses it
-otherwise.
+(MiniCPM-V), `max_num_tiles` (Perception LM, whose processor reads no other limit, so `data.max_pixels` does nothing),
+`image_grid_pinpoints` (LLaVA-NeXT, LLaVA-OneVision), `max_soft_tokens` (Gemma 4). The last must be below
+`sliding_window` in a gemma4_unified, whose pictures see past it: the proof refuses it otherwise.
 
 It trains like the others: all weights, frozen towers, adapters on the linear layers of its decoder, also over 4-bit
 weights, with a critic, as a reward model, on several GPUs, whole or sharded; `saccade estimate` counts memory and
