@@ -91,7 +91,8 @@ def test_a_kind_is_proved_trained_and_exported(kind, name, tmp_path):
     family, model = kind(name, own=True)
     found = {row.what: row for row in of_pictures(model, family, FILLER)}
     assert all(row.agrees for row in found.values()), found
-    assert len(found) == 10 and found["logits of answers"].gap < 2e-5
+    limit = 2e-5 if name == "minicpmv4_7" else 1e-5  # 1.2e-5: recurrent layers, whose sums are in another order
+    assert len(found) == 10 and found["logits of answers"].gap < limit
     assert gradient_gap(family, model) < 2e-4
     assert second_turn_gap(family, model) < 1e-4
     assert {"vision", "llm"} <= set(trainable_table(model, family)) == set(family.spec.towers)
