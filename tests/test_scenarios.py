@@ -14,16 +14,13 @@ from saccade.cli import app
 from saccade.config import load
 from saccade.errors import TrainingError
 from saccade.plugins.check_data import check_data
+from saccade.plugins.evaluation.results import read_lines
 from saccade.recipes import model_setup, questions, rl, sft
 from saccade.run import checkpoint
 
 
 def rollouts(run, step):
     return [json.loads(line) for line in (run / "trajectories" / f"step-{step}.jsonl").open()]
-
-
-def rows_of(path):
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
 def command(name, config, folder):
@@ -191,14 +188,14 @@ def test_stop_means_at_once(tmp_path, sft_config, poisoned):
 
 def test_awkward_rows_are_set_aside_and_the_rest_trains(tmp_path, shared):
     path = shared / "nasty" / "nasty.jsonl"
-    expected = {row["id"]: row["expect"] for row in rows_of(path)}
+    expected = {row["id"]: row["expect"] for row in read_lines(path)}
     sizes = {"data.max_bad_fraction": 1, "data.max_megapixels": 100, "data.max_pixels": 56 * 56}
     sizes |= {"train.prompts_per_step": 16, "train.samples_per_prompt": 2, "track.trajectories_groups": 16}
     config = {"run.out": str(tmp_path), "run.max_steps": 1, "data.train": str(path)}
     config |= {"model.path": "tiny:qwen2_5_vl", "reward.terms": ["exact"], "track.tensorboard": False}
     row = rl.run(config | sizes | {"algorithm.kl.coef": 0.0, "rollout.max_tokens": 6})
     assert row["guard/nonfinite"] == 0 and row["mismatch/logp_gap_max"] < 1e-5
-    set_aside = {r["id"]: r["reason"] for r in rows_of(tmp_path / "run" / "quarantine.jsonl")}
+    set_aside = {r["id"]: r["reason"] for r in read_lines(tmp_path / "run" / "quarantine.jsonl")}
     trained = {member["id"] for member in rollouts(tmp_path / "run", 1)}
     assert {id for id, verdict in expected.items() if verdict == "ok"} <= trained
     assert {id for id, verdict in expected.items() if verdict == "reject"} <= set_aside.keys()

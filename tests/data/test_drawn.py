@@ -20,6 +20,7 @@ from saccade.plugins.drawn.diagram_questions import DIAGRAM_KINDS, DIAGRAM_SPLIT
 from saccade.plugins.drawn.scene_questions import SCENE_KINDS, SCENE_SPLITS, draw_scene_row
 from saccade.plugins.drawn.sokoban_levels import draw_level, written
 from saccade.plugins.drawn.text_pages import BORDER, WORD_KINDS, Style, draw_words_row, font_of, page, wrapped
+from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.quickstart.counting import COLOURS
 from saccade.plugins.sokoban import sokoban
 
@@ -27,10 +28,6 @@ from saccade.plugins.sokoban import sokoban
 def saccade(*arguments: object) -> str:
     result = CliRunner().invoke(app, ["data", *map(str, arguments)], env={"COLUMNS": "160", "NO_COLOR": "1"})
     return (result.stdout + result.stderr) if result.exit_code == 0 else f"exit {result.exit_code}: {result.stderr}"
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def those(text: str, objects: list[dict]) -> list[dict]:
@@ -150,7 +147,7 @@ def test_lines_of_a_page_fit_and_what_cannot_be_drawn_is_left_out(tmp_path: Path
         "data.keys.id=number", "--width", 200, "--reply", "It is {answer}.",
     )  # fmt: skip
     assert "2 rows; 2 rows left out" in said
-    first, second = rows_of(tmp_path / "out" / "val.jsonl")
+    first, second = read_lines(tmp_path / "out" / "val.jsonl")
     assert (first["answer"], second["answer"]) == ("4", "B") and "choices" not in second
     assert first["conversations"][1] == {"from": "gpt", "value": "It is 4."} and first["system"] == "Be kind."
     assert (first["id"], first["category"], second["category"]) == ("one", "text", "['a', 'b']")
@@ -199,7 +196,7 @@ def test_a_set_is_the_same_again_and_its_card_says_how(tmp_path: Path) -> None:
     assert "| exist | 14 |" in card
     samples = datasets.load([DataSource(path=str(one))], DataConfig()).samples
     assert len(samples) == 70 and samples[0].media[0].width == 64 and samples[0].extra["category"] == "count"
-    assert rows_of(one)[0]["problem"] == "<image>" + draw_first(seed=3).question
+    assert read_lines(one)[0]["problem"] == "<image>" + draw_first(seed=3).question
     assert "exists and is not overwritten" in saccade("scenes", one)
     assert "ends in .jsonl; try" in saccade("words", tmp_path / "c.txt")
     assert "use OUT FILE where this user may write" in saccade("words", "/proc/c.jsonl")

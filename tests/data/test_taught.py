@@ -11,16 +11,13 @@ from saccade.cli import app
 from saccade.config import DataConfig, DataSource
 from saccade.data import datasets
 from saccade.plugins.drawn.taught_sets import rewritten
+from saccade.plugins.evaluation.results import read_lines
 from tests.endpoints import Endpoint, Says, chat_answer, scripted
 
 
 def data(*arguments: object) -> str:
     result = CliRunner().invoke(app, ["data", *map(str, arguments)], env={"COLUMNS": "200", "NO_COLOR": "1"})
     return result.stdout + result.stderr if result.exit_code == 0 else f"exit {result.exit_code}: {result.stderr}"
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -34,13 +31,13 @@ def engine(endpoint: Endpoint) -> list[str]:
 
 
 def test_a_teacher_that_reads_descriptions_teaches_about_pictures(tmp_path: Path, scenes: Path) -> None:
-    golds = {row["description"]: row["answer"] for row in rows_of(scenes)}
+    golds = {row["description"]: row["answer"] for row in read_lines(scenes)}
 
     def teacher(body: dict) -> Says:
         (message,) = body["messages"]
         described = re.search(r"described as follows: (.*)\n", message["content"])
         gold = golds[described[1]]
-        said = gold if gold != rows_of(scenes)[0]["answer"] else "77"  # wrong about some
+        said = gold if gold != read_lines(scenes)[0]["answer"] else "77"  # wrong about some
         quoted = f"A picture is {described[0]}"
         return chat_answer(f"<think>{quoted}As described in the given description.</think><answer>{said}</answer>")
 
@@ -53,9 +50,9 @@ def test_a_teacher_that_reads_descriptions_teaches_about_pictures(tmp_path: Path
         assert "wrote" in data("distill", scenes, tmp_path / "out", *options, "--describe", "description")
         assert len(endpoint.asked) == asked == 12
         assert "no such text; it has" in data("distill", scenes, tmp_path / "b", *options, "--describe", "caption")
-    right = [row for row in rows_of(scenes) if row["answer"] != rows_of(scenes)[0]["answer"]]
+    right = [row for row in read_lines(scenes) if row["answer"] != read_lines(scenes)[0]["answer"]]
     assert f"{2 * len(right)} of 12 answers were right" in said
-    taught = rows_of(tmp_path / "out" / "train.jsonl")
+    taught = read_lines(tmp_path / "out" / "train.jsonl")
     assert len(taught) == 2 * len(right)
     human, gpt = taught[0]["conversations"]
     assert human["value"].startswith(f"<image>{right[0]['problem'].removeprefix('<image>')}")
@@ -68,7 +65,7 @@ def test_a_teacher_that_reads_descriptions_teaches_about_pictures(tmp_path: Path
 def test_free_questions_become_ones_that_a_rule_can_check(tmp_path: Path, scenes: Path) -> None:
     tagged = [("How many dots?", "3"), ("", "4"), ("Are there 5 dots?", "5"), ("What?", "it is a very long story")]
     tagged += [("Is it red?", "yes")]
-    renamed = [{"q" if name == "problem" else name: value for name, value in row.items()} for row in rows_of(scenes)]
+    renamed = [{"q" if name == "problem" else name: value for name, value in row.items()} for row in read_lines(scenes)]
     scenes.write_text("".join(json.dumps(row) + "\n" for row in renamed))
     replies = iter(["Sorry.", *(f"<question>{q}</question> <answer>{a}</answer>" for q, a in tagged)])
     with scripted(lambda body: chat_answer(next(replies))) as endpoint:

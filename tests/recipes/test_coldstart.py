@@ -8,6 +8,7 @@ import pytest
 from saccade.config import load
 from saccade.errors import DataError
 from saccade.models.families import load_family
+from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.families import tiny
 from saccade.plugins.quickstart.counting import write_jsonl
 from saccade.plugins.visual_search import coldstart
@@ -32,10 +33,6 @@ def scenes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("scenes")
     rows = {level: search_split(6, seed=1, level=level, view=56) for level in LEVELS}
     return {level: write_jsonl(rows[level], folder, name=level, budgets=True) for level in LEVELS}
-
-
-def written(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("level", "stops"), [("medium", False), ("hard", True)])
@@ -105,7 +102,7 @@ def test_trajectories_of_others_are_played_again(scenes, tmp_path, capsys):
     assert first == again == {"written": 6} and capsys.readouterr().out == ""
     coldstart.run(load(None), scenes["medium"], tmp_path / "c")  # pixels that nobody chose are told
     assert "set env.min_pixels=3136 env.max_pixels=3136" in capsys.readouterr().out
-    assert written(tmp_path / "a" / "train.jsonl") == written(tmp_path / "b" / "train.jsonl")
+    assert read_lines(tmp_path / "a" / "train.jsonl") == read_lines(tmp_path / "b" / "train.jsonl")
 
 
 def test_what_must_not_be_taught_is_set_aside(scenes, tmp_path):
@@ -118,7 +115,7 @@ def test_what_must_not_be_taught_is_set_aside(scenes, tmp_path):
         "too_many_turns": [look] * 6 + [answer],
     }  # fmt: skip
     rows = []
-    for question, texts in zip(written(scenes["easy"]), turns.values(), strict=False):
+    for question, texts in zip(read_lines(scenes["easy"]), turns.values(), strict=False):
         said = [{"from": "human", "value": question.pop("problem")}]
         for text in texts:
             said.append({"from": "gpt", "value": text.replace("{}", str(question["answer"]))})
@@ -135,7 +132,7 @@ def test_the_searcher_writes_calls_as_the_environment_reads_them(scenes, tmp_pat
     config = load(None, [*ENV, "env.coordinates=milli", "env.call=tool_call"])
     counts = coldstart.run(config, scenes["hard"], tmp_path / "cold", mistakes=0.5)
     assert counts == {"written": 6}
-    for row in written(tmp_path / "cold" / "train.jsonl"):
+    for row in read_lines(tmp_path / "cold" / "train.jsonl"):
         said = [turn["value"] for turn in row["conversations"] if turn["from"] == "gpt"]
         looks = [text for text in said[:-1] if AGAIN not in text]
         assert len(row["images"]) == 1 + len(looks)  # every look shows something
@@ -144,7 +141,7 @@ def test_the_searcher_writes_calls_as_the_environment_reads_them(scenes, tmp_pat
 
 def test_a_failed_run_leaves_no_set_and_the_next_one_goes_ahead(scenes, tmp_path):
     rows, none = tmp_path / "rows.jsonl", tmp_path / "none.jsonl"
-    good = written(scenes["easy"])[0]
+    good = read_lines(scenes["easy"])[0]
     picture = good["images"][0] | {"path": str(scenes["easy"].parent / good["images"][0]["path"])}
     plain = {"problem": "What?", "answer": "3"}  # no scene: raises after the first row is written
     rows.write_text("".join(json.dumps(row) + "\n" for row in (good | {"images": [picture]}, plain)))
@@ -154,7 +151,7 @@ def test_a_failed_run_leaves_no_set_and_the_next_one_goes_ahead(scenes, tmp_path
             coldstart.run(load(None, ENV), source, tmp_path / "cold")
         assert not (tmp_path / "cold" / "train.jsonl").exists()
     assert coldstart.run(load(None, ENV), scenes["easy"], tmp_path / "cold") == {"written": 6}
-    assert len(written(tmp_path / "cold" / "train.jsonl")) == 6
+    assert len(read_lines(tmp_path / "cold" / "train.jsonl")) == 6
 
 
 OWN = """
@@ -193,11 +190,11 @@ def test_environments_and_tools_of_the_user_are_played(tmp_path, capsys):
     assert counts == {"written": 1, "env_error": 1}
     assert "RuntimeError" in capsys.readouterr().out
     assert (tmp_path / "closed").read_text() == "xx"
-    (row,) = written(tmp_path / "a" / "train.jsonl")
+    (row,) = read_lines(tmp_path / "a" / "train.jsonl")
     assert row["conversations"][2]["value"] == "heard"
     config = load({"env": {"name": "tools", "tools": [f"{own}:weigh"]}})
     assert coldstart.run(config, rows, tmp_path / "b") == {"written": 2}
-    for row in written(tmp_path / "b" / "train.jsonl"):
+    for row in read_lines(tmp_path / "b" / "train.jsonl"):
         assert "It weighs 3" in row["conversations"][2]["value"]
 
 

@@ -13,6 +13,7 @@ import saccade
 from saccade.config import load
 from saccade.errors import ConfigError, DataError, Interrupted, RewardError, SelfTestError
 from saccade.plugins.evaluation import evaluate
+from saccade.plugins.evaluation.results import read_lines as lines
 from saccade.plugins.evaluation.results import read_summary
 from saccade.plugins.reports.eval_report import is_evaluation
 from saccade.plugins.view.run_index import Runs
@@ -23,11 +24,7 @@ from saccade.run.statistics import mean_interval, pass_at_k
 from saccade.system import devices
 from tests.browser import page_data
 
-SAMPLES = "eval/samples.jsonl"
-
-
-def lines(path):
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+SAMPLES, THERE = "eval/samples.jsonl", "its results are in"
 
 
 @pytest.fixture(scope="module")
@@ -197,10 +194,7 @@ def test_what_was_stopped_goes_on_with_the_sets_that_are_missing(tmp_path, judge
     assert capsys.readouterr().out.count("items 8") == 1
     found = evaluate.run(config)
     said = capsys.readouterr().out
-    assert (
-        f"val: done before this evaluation was broken off; its results are in {folder}" in said
-        and "items 8" not in said
-    )
+    assert f"val: done before this evaluation was broken off; {THERE} {folder}" in said and "items 8" not in said
     assert found == evaluate.run(config, out=tmp_path / "whole") and [*found] == ["val", "train"]
     for name in ("results.json", "samples.jsonl"):
         assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -235,6 +229,22 @@ def test_responses_can_be_scored_again(four, judged, tmp_path):
     assert [r["response"] for r in rescored] == [r["response"] for r in lines(samples)]
     alone = {"reward.terms": generous, "prompt.format": "think_answer"}  # no model, no rows
     assert evaluate.run(alone, out=tmp_path / "alone", rescore=samples) == other
+
+
+def test_scoring_again_goes_on_with_the_sets_that_are_missing(four, judged, tmp_path, monkeypatch, capsys):
+    file, folder, one = tmp_path / "two.jsonl", tmp_path / "run-eval", evaluate.rescored
+    text = (four[1] / "samples.jsonl").read_text()
+    file.write_text(text + text.replace('{"set": "val"', '{"set": "more"'))
+    monkeypatch.setattr(evaluate, "rescored", lambda name, *rest: one(name, *rest) if name == "val" else int("stop"))
+    with pytest.raises(ValueError, match="stop"):
+        evaluate.run(judged(tmp_path), rescore=file)
+    monkeypatch.undo()
+    found, said = evaluate.run(judged(tmp_path), rescore=file), capsys.readouterr().out
+    assert f"val: done before this evaluation was broken off; {THERE} {folder}" in said
+    assert [*found] == ["val", "more"] == [*read_summary(folder)] and len(lines(folder / "samples.jsonl")) == 64
+    assert found == evaluate.run(judged(tmp_path), out=tmp_path / "whole", rescore=file)
+    with pytest.raises(ConfigError, match=r"run-eval: it holds results\.json already"):
+        evaluate.run(judged(tmp_path), out=folder, rescore=file)
 
 
 def test_scoring_again_says_what_it_found_and_which_line_is_damaged(four, judged, tmp_path, capsys):

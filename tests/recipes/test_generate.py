@@ -12,6 +12,7 @@ import saccade
 from saccade.config import load
 from saccade.errors import ConfigError
 from saccade.models.families import load_family
+from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.generate import generate
 from saccade.plugins.generate.selection import write_selected
 from saccade.plugins.preferences import pairs
@@ -25,10 +26,6 @@ def config(rl_config):
     return lambda out, **changes: rl_config(out, generate__n=3, rollout__max_tokens=5, **changes)
 
 
-def rows_of(path):
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory, config):
     out = tmp_path_factory.mktemp("generate")
@@ -38,7 +35,7 @@ def written(tmp_path_factory, config):
 
 
 def test_every_row_has_its_responses(written):
-    rows = rows_of(written)
+    rows = read_lines(written)
     assert len(rows) == 24 and len({row["id"] for row in rows}) == 24
     for row in rows:
         assert set(row) == {*("id", "data_source", "prompt", "answer", "responses", "row", "model", "settings")}
@@ -57,7 +54,7 @@ def test_a_cut_file_is_completed_exactly(tmp_path, config, written, capsys):
         kept = path.read_bytes().count(b"\n")
         assert generate.run(config(tmp_path)) == {"path": str(path), "rows": 24 - kept, "skipped": kept}
         assert path.read_bytes() == whole
-    answers = [answer for row in rows_of(path) for answer in row["responses"]]
+    answers = [answer for row in read_lines(path) for answer in row["responses"]]
     reward, right = (np.mean([a[name] for a in answers]) for name in ("reward", "score"))
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"24 rows with 72 responses are in {path}  reward {reward:.3f}  ")
@@ -67,16 +64,16 @@ def test_a_cut_file_is_completed_exactly(tmp_path, config, written, capsys):
 def test_a_cut_inside_a_character_and_odd_line_breaks(tmp_path, config, written):
     path = tmp_path / "run" / "generations.jsonl"
     path.parent.mkdir()
-    row = rows_of(written)[0]
+    row = read_lines(written)[0]
     row["responses"][0]["text"] = "\u2028\x85"
     path.write_bytes(json.dumps(row, ensure_ascii=False).encode() + b'\n{"id": "x", "prompt": "\xc3')
     assert generate.run(config(tmp_path, data__max_samples=2))["skipped"] == 1
-    assert [row["id"] for row in rows_of(path)] == [row["id"] for row in rows_of(written)[:2]]
+    assert [row["id"] for row in read_lines(path)] == [row["id"] for row in read_lines(written)[:2]]
 
 
 def test_without_rewards_nothing_is_scored(tmp_path, config):
     result = generate.run(config(tmp_path, reward__terms=[], data__max_samples=1))
-    (row,) = rows_of(Path(result["path"]))
+    (row,) = read_lines(Path(result["path"]))
     assert {r["reward"] for r in row["responses"]} == {None}
 
 
@@ -97,14 +94,14 @@ def test_rows_that_changed_are_answered_again(config, tmp_path, capsys):
     write()
     assert made() == (3, 0) and made() == (0, 3)
     path = tmp_path / "run" / "generations.jsonl"
-    first = {row["id"]: row for row in rows_of(path)}
+    first = {row["id"]: row for row in read_lines(path)}
     write(gold=5)
     assert made() == (1, 2)
     assert "of these 1 are answered again, such as gold: they changed" in capsys.readouterr().out
     write(gold=5, colour="blue")
     assert made() == (1, 2)
-    second = {row["id"]: row for row in rows_of(path)}
-    assert second["gold"]["answer"] == "5" and len(rows_of(path)) == 3
+    second = {row["id"]: row for row in read_lines(path)}
+    assert second["gold"]["answer"] == "5" and len(read_lines(path)) == 3
     assert [id for id, row in second.items() if row == first[id]] == ["same"]
     assert made(data__max_pixels=3136) == (1, 2)  # the picture is seen otherwise
     assert made(data__max_pixels=3136, data__max_samples=1) == (0, 3)
@@ -145,12 +142,12 @@ def test_right_episodes_become_conversations_to_learn_from(tmp_path, config, cap
     path = Path(result["path"])
     right = [
         (row["id"], repeat, response["text"])
-        for row in rows_of(path)
+        for row in read_lines(path)
         for repeat, response in enumerate(row["responses"])
         if response["score"] == 1 and response["end_reason"] == "answered"
     ]
     taught = path.parent / "coldstart" / "train.jsonl"
-    rows = rows_of(taught)
+    rows = read_lines(taught)
     assert len(rows) > 3
     assert (result["selected"], result["selected_rows"]) == (str(taught), len(rows))
     told = f"{len(rows)} of 72 episodes were right, to train on in {taught}"
@@ -205,16 +202,16 @@ def text(messages):
 def test_best_and_worst(scored, threshold, wanted):
     path, count = write_selected("best_worst", scored, SAMPLES, threshold)
     assert path.name == "generations.best_worst.jsonl" and count == len(wanted)
-    found = {r["id"]: (text(r["chosen"]), text(r["rejected"])) for r in rows_of(path)}
+    found = {r["id"]: (text(r["chosen"]), text(r["rejected"])) for r in read_lines(path)}
     assert found == wanted
 
 
 def test_the_best_and_all_good_ones(scored):
     path, _ = write_selected("best", scored, SAMPLES, None)
-    found = {row["id"]: (text(row["messages"]), row["extra"]["reward"]) for row in rows_of(path)}
+    found = {row["id"]: (text(row["messages"]), row["extra"]["reward"]) for row in read_lines(path)}
     assert found == {"clear": ("a", 1.0), "tie": ("x", 1.0), "cut": ("short", 0.2)}
     path, _ = write_selected("threshold", scored, SAMPLES, 0.5)
-    ids = [(row["id"], text(row["messages"])) for row in rows_of(path)]
+    ids = [(row["id"], text(row["messages"])) for row in read_lines(path)]
     assert ids == [("clear/0", "a"), ("clear/1", "b"), ("tie/0", "x"), ("tie/1", "y")]
 
 

@@ -1,6 +1,5 @@
 """`eval` and `generate` over an endpoint: the same answers, and nothing is asked twice."""
 
-import json
 import time
 from pathlib import Path
 
@@ -11,13 +10,10 @@ from saccade.errors import ConfigError
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.plugins.evaluation import evaluate
+from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.generate import generate
 from tests.endpoints import TOKEN, Says, chat_answer, scripted, serving
 from tests.ranks.processes import forked
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +47,8 @@ def test_an_endpoint_answers_as_the_model_behind_it(tmp_path, rl_config, over_ht
         here = evaluate.run(rl_config(tmp_path, **same), out=tmp_path / name / "here")
         there = over_http(tmp_path, rollout__stop=stop)
         assert evaluate.run(there, out=tmp_path / name / "there") == here
-        found = rows(tmp_path / name / "there" / "samples.jsonl")
-        assert found == rows(tmp_path / name / "here" / "samples.jsonl") and len(found) == 8
+        found = read_lines(tmp_path / name / "there" / "samples.jsonl")
+        assert found == read_lines(tmp_path / name / "here" / "samples.jsonl") and len(found) == 8
         assert found[0]["response"].endswith(tuple(stop) or "")
         assert (found[0]["status"] == "truncated") == (not stop)
         stop = found[0]["response"].split()[1:2]
@@ -66,14 +62,14 @@ def test_a_second_run_sends_nothing(tmp_path, over_http, endpoint):
     assert len(endpoint.asked) - before == 24
     for name in ("samples.jsonl", "results.json"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
-    responses = {row["response"] for row in rows(tmp_path / "a" / "samples.jsonl")}
+    responses = {row["response"] for row in read_lines(tmp_path / "a" / "samples.jsonl")}
     assert len(responses) > 8  # repeats have seeds of their own
 
 
 def test_generate_counts_tokens_and_costs(tmp_path, over_http, capsys):
     price = {"generate__n": 2, "data__max_samples": 3, "rollout__http__price": [1.0, 2.0]}
     result = generate.run(over_http(tmp_path, **price))
-    found = rows(Path(result["path"]))
+    found = read_lines(Path(result["path"]))
     tokens = [r["tokens"] for row in found for r in row["responses"]]
     assert len(tokens) == 6 and max(tokens) <= 6
     said = capsys.readouterr()
@@ -161,7 +157,7 @@ def test_an_environment_of_several_turns(tmp_path, over_http):
             reward__terms=[],
         )  # fmt: skip
         result = evaluate.run(config, out=tmp_path / "eval")
-    found = rows(tmp_path / "eval" / "samples.jsonl")
+    found = read_lines(tmp_path / "eval" / "samples.jsonl")
     assert [row["response"] for row in found] == ["turn 1turn 3"] * 2
     assert [row["tokens"] for row in found] == [14, 14] and result["val"]["reward"] == 1
     last = max((asked["body"]["messages"] for asked in endpoint.asked), key=len)

@@ -7,8 +7,9 @@ with hold(folder):
 
 import itertools
 import json
+import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from saccade.run.folder import (
     write_whole,
 )
 from saccade.system.disk import require_writable
+
+log = logging.getLogger(__name__)
 
 ANSWERS = "answers"
 NOTHING: Mapping[str, Any] = {}
@@ -115,6 +118,15 @@ def begin(folder: Path, config: Config, manifest: Mapping[str, Any]) -> dict[str
     if found:
         write_numbers(folder, done)
     return done
+
+
+def missing(sets: Iterable[str], done: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """The sets that are not done. Logs a line for each of the others."""
+    for name in sets:
+        if name in done:
+            log.info(f"{name}: done before this evaluation was broken off; its results are in {folder}")
+        else:
+            yield name
 
 
 def write_about(

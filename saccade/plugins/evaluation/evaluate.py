@@ -19,7 +19,7 @@ from saccade.errors import ConfigError, Interrupted, RewardError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of, model_name
 from saccade.plugins.evaluation.checks_of_sets import BLIND, leak_metrics, leaked, sight_gain, with_blind
-from saccade.plugins.evaluation.eval_folder import begin, hold, places, write_about
+from saccade.plugins.evaluation.eval_folder import begin, hold, missing, places, write_about
 from saccade.plugins.evaluation.rescoring import read_samples, require_pictures, rescored, suites_among
 from saccade.plugins.evaluation.results import (
     SAMPLE_ROWS,
@@ -57,7 +57,7 @@ def run(
     `also` may hold `blind` (sets with pictures once more without them) and `leaks` (which items are in data.train).
     """
     config = load(config)
-    judges = bool(config.model.path and read_card(config.model.path))
+    judges = bool(rescore is None and config.model.path and read_card(config.model.path))
     for name in also:
         if name not in ALSO:
             raise ConfigError(f"--also {name}: expected one of {', '.join(ALSO)}")
@@ -68,11 +68,14 @@ def run(
     idle = checks.idle_gpus(config, "eval", devices.count(config.run.device))
     config = on_one_gpu(config)
     model_setup.quiet_libraries()
-    asked = {} if judges or rescore else {"command": "eval", "also": sorted(also)}
+    asked: dict[str, Any] = {} if judges else {"command": "eval", "also": sorted(also)}
+    rows = []
+    if rescore is not None:
+        rows, digest = read_samples(rescore), hashlib.sha256(rescore.read_bytes()).hexdigest()
+        asked = {"command": "eval --rescore", "samples": str(rescore), "hash": digest}
+        config = _with_suites(config, rows, rescore)
     folder, answers = places(config, out, asked)
     with hold(folder):
-        if rescore is not None:
-            return _rescore(config, folder, Path(rescore))
         if judges:
             found = reward_training.evaluate(with_pairs(config), folder)
             about = {"model": config.model.path, "prompt": str(config.prompt.format)}
@@ -80,7 +83,10 @@ def run(
             return found
         summary = dict[str, Any]()
         with _ended_by_signals(folder, summary):
-            _evaluate(config, folder, answers, asked, summary, idle)
+            if rescore is None:
+                _evaluate(config, folder, answers, asked, summary, idle)
+            else:
+                _rescore(config, folder, rows, asked, summary)
         return summary
 
 
@@ -114,10 +120,8 @@ def _evaluate(
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
         facts["answers"] = what_answers(config, model_name(config, evaluator.engine))
         summary |= (done := begin(folder, given, facts))
-        for name, dataset in sets.items():
-            if name in done:
-                log.info(f"{name}: done before this evaluation was broken off; its results are in {folder}")
-                continue
+        for name in missing(sets, done, folder):
+            dataset = sets[name]
             with console.phase(name):
                 result = evaluator.evaluate(name, dataset)
             results.append(result)
@@ -133,11 +137,7 @@ def _evaluate(
         for dataset in sets.values():
             evaluator.quarantine.record(dataset.excluded_rows)
         _finish(folder)
-    for result in results:  # at the end, when all answers are stored
-        check_errors(result.groups, config.reward, config.env)
-    for name in done:
-        if (share := summary[name].get("error_rate", 0.0)) > config.reward.max_error_rate:
-            raise RewardError(f"{name}: {share:.1%} of its answers could not be scored; samples.jsonl says why")
+    _check_errors(config, results, {name: summary[name] for name in done})
 
 
 @contextmanager
@@ -156,42 +156,46 @@ def _ended_by_signals(folder: Path, summary: Mapping[str, Any]) -> Iterator[None
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _rescore(config: Config, folder: Path, samples: Path) -> dict[str, Any]:
-    """Score the answers of an earlier evaluation again. The rewards are not tested on known answers first, as their
-    verdicts on these can be read.
+def _with_suites(config: Config, rows: Sequence[Mapping[str, Any]], samples: Path) -> Config:
+    """The config with those suites to which a file has answers."""
+    if absent := set(config.eval.suites) - {row["set"] for row in rows}:
+        there = ", ".join(dict.fromkeys(row["set"] for row in rows))
+        raise ConfigError(f"eval.suites: {samples} has no answers to {', '.join(sorted(absent))}, only to {there}")
+    suites = tuple(suites_among(rows, samples, config.eval.suites))
+    return config.model_copy(update={"eval": config.eval.model_copy(update={"suites": suites})})
+
+
+def _rescore(
+    config: Config, folder: Path, rows: Sequence[dict[str, Any]], asked: Mapping[str, Any], summary: dict[str, Any]
+) -> None:
+    """Score the answers of an earlier evaluation again, like `_evaluate`. The rewards are not tested on known answers
+    first, as their verdicts on these can be read.
     """
-    rows = read_samples(samples)
-    suites, sets = suites_among(rows, samples, config.eval.suites), dict.fromkeys(row["set"] for row in rows)
-    if absent := set(config.eval.suites) - {*sets}:
-        raise ConfigError(
-            f"eval.suites: {samples} has no answers to {', '.join(sorted(absent))}, only to {', '.join(sets)}"
-        )
-    asked = config.eval.model_copy(update={"suites": tuple(suites)})
-    given = config.model_copy(update={"eval": asked})
-    config = given.model_copy(update={"reward": with_rewards(config.reward, asked)})
+    given, suites, samples = config, config.eval.suites, asked["samples"]
+    config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
     scorer = parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
     if scorer.model_terms is not None:
         raise ConfigError("reward.terms: --rescore has no conversation for a reward model to read; remove `model`")
-    results, summary = list[Result](), dict[str, Any]()
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        sets.setdefault(row["set"], []).append(row)
+    results = list[Result]()
     with Console("eval", folder.name), scorer:
         theirs = f"; {', '.join(suites)} as public sets" if suites else ""
         log.info(f"answers of {samples} are scored again{theirs}; data.val does not count")
         require_pictures(config.reward, rows)
         for warning in unused_rewards(scorer, {row["data_source"] for row in rows}, shared=False):
             log.warning(warning)
-        answered = read_manifest(samples.parent).get("answers", {})
-        about = {"samples": str(samples), "hash": hashlib.sha256(samples.read_bytes()).hexdigest(), "answers": answered}
-        write_about(folder, given, {"command": "eval --rescore", **about})
-        for name in sets:
-            own = [row for row in rows if row["set"] == name]
-            results.append(rescored(name, own, scorer))
-            _finish_set(folder, summary, results[-1], own, suites)
+        listed = [{"name": name, "rows": len(own), "hash": asked["hash"]} for name, own in sets.items()]
+        answered = read_manifest(Path(samples).parent).get("answers", {})
+        summary |= (done := begin(folder, given, {**asked, "sets": listed, "answers": answered}))
+        for name in missing(sets, done, folder):
+            results.append(rescored(name, sets[name], scorer))
+            _finish_set(folder, summary, results[-1], sets[name], suites)
         _finish(folder)
-    for result in results:
-        check_errors(result.groups, config.reward, config.env)
-    return summary
+    _check_errors(config, results, {name: summary[name] for name in done})
 
 
 # -- results of both --------------------------------------------------------------------------------
@@ -223,6 +227,15 @@ def _finish_set(
         log.info(line)
     add_rows(folder, rows)
     write_numbers(folder, summary)
+
+
+def _check_errors(config: Config, results: Sequence[Result], done: Mapping[str, Mapping[str, Any]]) -> None:
+    """At the end, when all answers are stored. `done`: the results of sets that were finished before."""
+    for result in results:
+        check_errors(result.groups, config.reward, config.env)
+    for name, found in done.items():
+        if (share := found.get("error_rate", 0.0)) > config.reward.max_error_rate:
+            raise RewardError(f"{name}: {share:.1%} of its answers could not be scored; samples.jsonl says why")
 
 
 def _finish(folder: Path) -> None:
