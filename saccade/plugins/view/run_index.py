@@ -53,7 +53,7 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._files: dict[Path, Indexed] = {}
-        self._seen: dict[Path, dict[Path, None]] = {}  # run -> its files in order of appearance
+        self._order: dict[Path, list[tuple[Path, int, int]]] = {}  # run -> slices of its files as they appeared
         self._lock = Lock()
 
     def folders(self) -> dict[str, Path]:
@@ -69,36 +69,32 @@ class Runs:
 
     def state(self, folder: Path) -> tuple[list[tuple[int, int]], int]:
         """Returns stamps that differ once the run has written something, and the number of files not yet read."""
-        stamps = {file: stamp_of(file) for file in self._ordered(folder)}
+        stamps = {file: stamp_of(file) for file in _rollout_files(folder)}
         unread = sum(self._files.get(file, Indexed()).stamp != stamp for file, stamp in stamps.items())
         return [stamp_of(folder / METRICS), stamp_of(folder / RESULTS), *stamps.values()], unread
 
     def rollouts(self, folder: Path, enough: Callable[[Sequence[Stored]], bool] = lambda found: False) -> list[Stored]:
-        """All rollouts of a run by step, training before validation. Files that appear later come behind these (but
-        before samples.jsonl), so an index stays valid. Once `enough(found)` is true, no further file is read.
+        """All rollouts of a run by step, training before validation, then samples.jsonl. What is written later comes
+        behind all of these, so an index stays valid. Once `enough(found)` is true, no further file is read.
         """
-        found: list[Stored] = []
-        for file in self._ordered(folder):
+        files, found = _rollout_files(folder), list[Stored]()
+        for file in files:
             if not self._is_read(file) and enough(found):
                 break
-            more = self._of_file(file).rollouts
-            if file.name == SAMPLES:
-                whole = {(one.row[0], *one.row[2:4]) for one in found}  # set, id and sample
-                more = [one for one in more if (one.row[0], *one.row[2:4]) not in whole]
-            found += more
-        return found
+            found += self._of_file(file).rollouts
+        with self._lock:
+            parts = {file: self._files.get(file, Indexed()).rollouts for file in files}
+            if files and files[-1].name == SAMPLES:
+                whole = {(one.row[0], *one.row[2:4]) for file in files[:-1] for one in parts[file]}
+                parts[files[-1]] = [one for one in parts[files[-1]] if (one.row[0], *one.row[2:4]) not in whole]
+            order = self._order.setdefault(folder, [])
+            known = {file: end for file, _, end in order}
+            order += [(f, known.get(f, 0), len(more)) for f, more in parts.items() if len(more) > known.get(f, 0)]
+            return [one for file, start, end in order for one in parts.get(file, ())[start:end]]
 
     def left_out(self, folder: Path) -> list[str]:
         """Messages about lines that are no rollouts, in the files read so far."""
-        return [text for file in self._ordered(folder) for text in self._files.get(file, Indexed()).left_out]
-
-    def _ordered(self, folder: Path) -> list[Path]:
-        """The files of a run in order of appearance, samples.jsonl last."""
-        files, samples = _rollout_files(folder), folder / SAMPLES
-        with self._lock:
-            there, known = dict.fromkeys(files), self._seen.setdefault(folder, {})
-            known |= there
-            return [*(file for file in known if file in there), *([samples] if samples.exists() else [])]
+        return [text for file in _rollout_files(folder) for text in self._files.get(file, Indexed()).left_out]
 
     def _is_read(self, file: Path) -> bool:
         return self._files.get(file, Indexed()).stamp == stamp_of(file)
@@ -130,9 +126,11 @@ def stamp_of(file: Path) -> tuple[int, int]:
 
 
 def _rollout_files(folder: Path) -> list[Path]:
-    root = folder / TRAJECTORIES
+    """The files of a run by step, samples.jsonl last."""
+    root, samples = folder / TRAJECTORIES, folder / SAMPLES
     steps = steps_of([*root.glob("step-*.jsonl"), *root.glob("val/*/step-*.jsonl")])
-    return sorted(steps, key=lambda file: (steps[file], len(file.parts), file))
+    files = sorted(steps, key=lambda file: (steps[file], len(file.parts), file))
+    return [*files, samples] if samples.exists() else files
 
 
 def _read(file: Path, say: Callable[[str], object]) -> Iterator[Stored]:
