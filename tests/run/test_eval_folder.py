@@ -57,7 +57,7 @@ def test_the_same_evaluation_goes_on_where_it_was_broken_off(evaluation, tmp_pat
     config, folder = evaluation
     other = load(config, ["val.n=3"])
     assert places(config, None, ASKED) == (folder, folder / "answers") and folder.name == "run-eval"
-    for another, asked in ((other, ASKED), (config, ASKED | {"also": ["blind"]}), (config, {})):
+    for another, asked in ((other, ASKED), (config, ASKED | {"also": ["blind"]})):
         assert places(another, None, asked)[0].name == "run-eval-2"
     assert places(config, folder, ASKED)[0] == folder
     assert places(load(config, ["run.name=x"]), folder, ASKED)[0] == folder  # that is where it lies

@@ -35,11 +35,10 @@ from saccade.system.disk import require_writable
 log = logging.getLogger(__name__)
 
 ANSWERS = "answers"
-NOTHING: Mapping[str, Any] = {}
 PLACE = ("run.out", "run.name", "run.resume")  # where an evaluation is: not compared with an earlier one
 
 
-def places(config: Config, out: Path | None, asked: Mapping[str, Any] = NOTHING) -> tuple[Path, Path]:
+def places(config: Config, out: Path | None, asked: Mapping[str, Any]) -> tuple[Path, Path]:
     """Returns a folder for the results, and one for the cached answers of an endpoint. By default the first of
     NAME-eval, NAME-eval-2 … that is free: nothing is overwritten. An interrupted evaluation with the same options and
     the same values of `asked` in its manifest is continued in its folder. Answers that an endpoint gave to evaluations
@@ -48,7 +47,7 @@ def places(config: Config, out: Path | None, asked: Mapping[str, Any] = NOTHING)
     if out is not None:
         out = Path(out)
         for name in (RESULTS, METRICS):
-            if (out / name).exists() and (name == METRICS or not asked or finished(out)):
+            if (out / name).exists() and (name == METRICS or finished(out)):
                 raise ConfigError(f"--out {out}: it holds {name} already; name a new folder")
         if (out / RESULTS).exists() and (changes := changes_of(out, config, asked)):
             began = f"--out {out}: the evaluation that was broken off there had other options"
@@ -61,8 +60,7 @@ def places(config: Config, out: Path | None, asked: Mapping[str, Any] = NOTHING)
     while (folder := next(folders)).exists():
         earlier.insert(0, folder)
     broken_off = [*itertools.takewhile(lambda path: not finished(path), earlier)]
-    if asked:
-        folder = next((path for path in broken_off if not changes_of(path, config, asked)), folder)
+    folder = next((path for path in broken_off if not changes_of(path, config, asked)), folder)
     answers = next((path for path in broken_off if (path / ANSWERS).exists()), folder)
     return folder, answers / ANSWERS
 
@@ -103,11 +101,13 @@ def hold(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, config: Config, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Write config and manifest. Returns the results of the sets that the interrupted evaluation had finished with the
-    same weights, texts, functions and rows; results and answers of all others are removed.
+    """Write config and manifest, in the same files as a run. Returns the results of the sets that the interrupted
+    evaluation had finished with the same weights, texts, functions and rows; all other results and answers are removed.
     """
     before, found, samples = read_manifest(folder), read_summary(folder), folder / SAMPLE_ROWS
-    facts = write_about(folder, config, manifest, before)
+    about = start_facts(config.model_dump(mode="json"), manifest, before)
+    write_start(folder, {CONFIG: to_yaml(config), CHOSEN: to_yaml(config, full=False)}, about)
+    facts = read_manifest(folder)
     same = all(before.get(key) == facts[key] for key in {*manifest, "functions"} - {"sets"})
     kept = [one["name"] for one in facts["sets"] if same and one in before["sets"]]
     done = {name: found[name] for name in kept if name in found}
@@ -127,12 +127,3 @@ def missing(sets: Iterable[str], done: Mapping[str, Any], folder: Path) -> Itera
             log.info(f"{name}: done before this evaluation was broken off; its results are in {folder}")
         else:
             yield name
-
-
-def write_about(
-    folder: Path, config: Config, manifest: Mapping[str, Any], before: Mapping[str, Any] = NOTHING
-) -> dict[str, Any]:
-    """Write config and manifest, in the same files as a run. Returns the manifest as read back."""
-    facts = start_facts(config.model_dump(mode="json"), manifest, before)
-    write_start(folder, {CONFIG: to_yaml(config), CHOSEN: to_yaml(config, full=False)}, facts)
-    return read_manifest(folder)

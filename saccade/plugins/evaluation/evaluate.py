@@ -19,7 +19,7 @@ from saccade.errors import ConfigError, Interrupted, RewardError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of, model_name
 from saccade.plugins.evaluation.checks_of_sets import BLIND, leak_metrics, leaked, sight_gain, with_blind
-from saccade.plugins.evaluation.eval_folder import begin, hold, missing, places, write_about
+from saccade.plugins.evaluation.eval_folder import begin, hold, missing, places
 from saccade.plugins.evaluation.rescoring import read_samples, require_pictures, rescored, suites_among
 from saccade.plugins.evaluation.results import (
     SAMPLE_ROWS,
@@ -34,7 +34,7 @@ from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
 from saccade.plugins.suites.suite_metrics import suite_metrics
-from saccade.plugins.suites.suites import suite_of, suite_sets, unusual, with_pairs, with_rewards
+from saccade.plugins.suites.suites import suite_of, suite_sets, unusual, with_rewards
 from saccade.recipes import model_setup, parts, questions
 from saccade.recipes.accuracy import with_interval
 from saccade.recipes.evaluator import Result, describe
@@ -68,26 +68,22 @@ def run(
     idle = checks.idle_gpus(config, "eval", devices.count(config.run.device))
     config = on_one_gpu(config)
     model_setup.quiet_libraries()
-    asked: dict[str, Any] = {} if judges else {"command": "eval", "also": sorted(also)}
+    asked: dict[str, Any] = {"command": "eval", "also": sorted(also)}
     rows = []
     if rescore is not None:
         rows, digest = read_samples(rescore), hashlib.sha256(rescore.read_bytes()).hexdigest()
         asked = {"command": "eval --rescore", "samples": str(rescore), "hash": digest}
         config = _with_suites(config, rows, rescore)
     folder, answers = places(config, out, asked)
-    with hold(folder):
-        if judges:
-            found = reward_training.evaluate(with_pairs(config), folder)
-            about = {"model": config.model.path, "prompt": str(config.prompt.format)}
-            write_about(folder, config, {"command": "eval", "answers": about})
-            return found
-        summary = dict[str, Any]()
-        with _ended_by_signals(folder, summary):
-            if rescore is None:
-                _evaluate(config, folder, answers, asked, summary, idle)
-            else:
-                _rescore(config, folder, rows, asked, summary)
-        return summary
+    summary = dict[str, Any]()
+    with hold(folder), _ended_by_signals(folder, summary):
+        if rescore is not None:
+            _rescore(config, folder, rows, asked, summary)
+        elif judges:
+            reward_training.evaluate(config, folder, asked, summary)
+        else:
+            _evaluate(config, folder, answers, asked, summary, idle)
+    return summary
 
 
 def _evaluate(

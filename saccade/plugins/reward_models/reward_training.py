@@ -17,12 +17,13 @@ from saccade.config import Config, load
 from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
-from saccade.plugins.evaluation.results import write_files
+from saccade.plugins.evaluation.eval_folder import begin, missing
+from saccade.plugins.evaluation.results import add_rows, write_numbers
 from saccade.plugins.reports.eval_report import table_lines
 from saccade.plugins.reward_models.reward_card import RewardCard, read_card, write_card
 from saccade.plugins.reward_models.reward_losses import RewardLoss, StepsLoss, measured, train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, rows_of, with_prefix, with_statistics
-from saccade.plugins.suites.suites import in_category
+from saccade.plugins.suites.suites import in_category, with_pairs
 from saccade.recipes import model_setup, offline_loop, parts, questions
 from saccade.recipes.accuracy import Table, accuracy, with_interval
 from saccade.run import statistics
@@ -91,10 +92,11 @@ def metrics(found: Mapping[str, float], batches: Sequence[Batch], loss: Loss) ->
 # -- evaluation ------------------------------------------------------------------------------------
 
 
-def evaluate(config: Config, folder: Path) -> dict[str, Any]:
-    """Write and return the metrics of every set of data.val, and for a scalar model the scores of each pair.
-    Heads, pooling and verdict tokens come from the model's folder; nothing is generated.
+def evaluate(config: Config, folder: Path, asked: Mapping[str, Any], summary: dict[str, Any]) -> None:
+    """Store the metrics of every set of data.val and of eval.suites, and for a scalar model the scores of each pair;
+    add the metrics to `summary`. Heads, pooling and verdict tokens come from the model's folder; nothing is generated.
     """
+    given, config = config, with_pairs(config)
     if not config.data.val:
         raise ConfigError("data.val: a reward model judges rows; try data.val=held_out.jsonl")
     card = read_card(config.model.path)
@@ -106,11 +108,15 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
         family = model_setup.family_of(config, config.model.path)
         rows = rows_of(config, family)
         sets = held_out(config, rows)
+        facts = {**asked, **parts.manifest(family, None, config)}
+        facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
+        facts["answers"] = {"model": given.model.path, "prompt": str(given.prompt.format)}
+        summary |= (done := begin(folder, given, facts))
         model = model_setup.load_policy(config, family, train="full")
         rows.attach(model, card=card, stored=Path(family.path))
         trainer, quarantine = LocalTrainer(model, family), Quarantine(folder, config.data)
-        summary, listed = dict[str, Any](), list[dict[str, Any]]()
-        for name, dataset in sets.items():
+        for name in missing(sets, done, folder):
+            dataset = sets[name]
             with console.phase(name):
                 samples = quarantine.whole(dataset, family)
                 batches, loss = rows.prepare(samples)
@@ -128,10 +134,9 @@ def evaluate(config: Config, folder: Path) -> dict[str, Any]:
                 quarantine.record(dataset.excluded_rows)
             for line in table_lines(name, tables):
                 log.info(line)
-            listed += [{"set": name, **row, "extra": {"category": kinds[row["id"]]}} for row in pairs]
-        write_files(folder, summary, listed)
+            add_rows(folder, ({"set": name, **row, "extra": {"category": kinds[row["id"]]}} for row in pairs))
+            write_numbers(folder, summary)
         log.info(f"{RESULTS}, samples.jsonl are in {folder}")
-    return summary
 
 
 def intervals(loss: RewardLoss, batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> dict[str, float]:

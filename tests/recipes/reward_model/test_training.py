@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 import saccade
 from saccade.config import load
 from saccade.errors import ConfigError, DataError
+from saccade.plugins.evaluation.results import read_lines, write_numbers
 from saccade.plugins.reports.eval_report import eval_report
 from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.learned_reward import LearnedReward
@@ -42,28 +43,34 @@ def test_pairs_of_pictures_are_learned_and_the_folder_scores_again(trained, conf
     np.testing.assert_allclose(normal, (scores - mean) / std, rtol=1e-5)
 
 
-def test_eval_of_a_reward_model_judges_the_rows(trained, deep, config, rows, tmp_path, numbers):
-    """Its folder alone says what it is; nothing of its training is given."""
-    held = rows / "held-pairs.jsonl"
+def test_eval_of_a_reward_model_judges_the_rows(trained, deep, config, rows, tmp_path, numbers, monkeypatch, capsys):
+    """Its folder alone says what it is; nothing of its training is given. After a stop it goes on."""
+    name, out = "held-pairs", tmp_path / "held"
     wording = {"prompt.format": "direct", "prompt.instruction": "", "run.device": "cpu"}
-    options = wording | {"model.path": str(trained), "data.val": str(held)}
-    [(name, found)] = saccade.evaluate(options, out=tmp_path / "held").items()
+    sets = [str(rows / f"{name}.jsonl") for name in (name, "train-pairs")]
+    options = wording | {"model.path": str(trained), "data.val": sets}
+    monkeypatch.setattr(reward_training, "write_numbers", lambda *told: write_numbers(*told) or int("stop"))
+    with pytest.raises(ValueError, match="stop"):
+        saccade.evaluate(options, out=out)
+    monkeypatch.undo()
+    found, other = saccade.evaluate(options, out=out).values()
+    assert f"{name}: done before this evaluation was broken off" in capsys.readouterr().out and other["items"] == 32
     last = numbers(trained.parents[1])[-1]
     assert found["items"] == 12 and found["accuracy"] == last["val/held-pairs/accuracy"] == 1
     assert (found["ci_low"], found["ci_high"]) == wilson(12, 12)
     for key in ("loss", "gap", "mean", "std"):
         assert found[key] == pytest.approx(last[f"val/{name}/{key}"], rel=1e-5)
     facts = {"model": str(trained), "prompt": "direct"}
-    assert eval_report(tmp_path / "held").facts == facts and load(tmp_path / "held" / "config.yaml") == load(options)
-    lines = (tmp_path / "held" / "samples.jsonl").read_text().splitlines()
-    gaps = [row["chosen"]["preference"] - row["rejected"]["preference"] for row in map(json.loads, lines)]
+    assert eval_report(out).facts == facts and load(out / "config.yaml") == load(options)
+    lines = [row for row in read_lines(out / "samples.jsonl") if row["set"] == name]
+    gaps = [row["chosen"]["preference"] - row["rejected"]["preference"] for row in lines]
     assert len(gaps) == 12 and np.mean(gaps) == pytest.approx(found["gap"], rel=1e-5)
     options |= {"model.path": str(deep), "data.val": str(rows / "train-pairs.jsonl")}
     options["val.every"] = 0  # training looked at no set
     [found] = saccade.evaluate(options, out=tmp_path / "deep").values()
     assert found["accuracy"] == (np.diff(scores_of(deep, config(tmp_path))) < 0).mean()
     with pytest.raises(ConfigError, match=r"judges rows; try data\.val="):
-        reward_training.evaluate(load({"model.path": str(deep)}), tmp_path)  # suites have none
+        reward_training.evaluate(load({"model.path": str(deep)}), tmp_path, {}, {})  # suites have none
 
 
 def test_eval_of_a_reward_model_on_public_pairs(trained, tmp_path, image):
