@@ -5,9 +5,11 @@ A plugin is imported when its command runs, so that `saccade --help` stays fast.
     saccade chat models/Qwen2.5-VL-3B-Instruct --serve
 """
 
+from collections.abc import Iterable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +19,24 @@ from saccade.errors import ConfigError
 Port = Annotated[int, typer.Option(help="Its port; 0: any free one.", min=0, max=65535)]
 NoToken = Annotated[bool, typer.Option("--no-token", help="Serve whoever asks on this machine.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
+COLUMN = partial(typer.Option, metavar="COLUMN", show_default=False)
+
+
+def read_checked(arguments: Arguments, name: str, reads: str | None = None, plain: str = "") -> Any:
+    """The config; raises for a value, or an option on the command line, that has no effect with the command."""
+    from saccade.checks import check
+    from saccade.config import given
+
+    config = read_config(arguments, reads, plain=plain)
+    check(config, name, given(split(arguments or ())[1]))
+    return config
+
+
+def show_tables(tables: Iterable[Any], notes: bool = True) -> None:
+    from saccade.plugins.reports.eval_report import text_table
+
+    for table in tables:
+        print(*text_table(table), *([table.note] if notes and table.note else []), sep="\n")
 
 
 @command("quickstart", panel="Start", example="saccade quickstart --out runs/first")
@@ -80,9 +100,6 @@ def chat(
     An argument without `=` is the model folder: short for model.path=FOLDER. With --serve, clients must send a
     token: the value of the environment variable SACCADE_TOKEN, else a new one, which is printed.
     """
-    from saccade.checks import check
-    from saccade.config import given
-
     serving = {"--host": host != "127.0.0.1", "--port": port != 8000, "--no-token": no_token}
     for option in [name for name, changed in serving.items() if changed and not serve]:
         raise ConfigError(f"{option}: has no effect without --serve; add it, or leave this out")
@@ -90,8 +107,7 @@ def chat(
         raise ConfigError("--batch: has no effect with --serve; leave one of them out")
     if out and not batch:
         raise ConfigError("--out: has no effect without --batch; /save FILE keeps a conversation")
-    config = read_config(arguments, "chat", plain="model.path")
-    check(config, "chat", given(split(arguments or ())[1]))
+    config = read_checked(arguments, "chat", "chat", plain="model.path")
     recipe = import_module("saccade.plugins.serving.chat_command")
     if serve:
         recipe.serve(config, host=host, port=port, token=not no_token, greedy=greedy)
@@ -122,11 +138,7 @@ def serve_reward(
     Clients must send a token: the value of the environment variable SACCADE_TOKEN, else a new one, which is
     printed. Clients of OpenRLHF and LMM-R1 send none: --no-token serves them on this machine.
     """
-    from saccade.checks import check
-    from saccade.config import given
-
-    config = read_config(arguments)
-    check(config, "serve-reward", given(split(arguments or ())[1]))
+    config = read_checked(arguments, "serve-reward")
     import_module("saccade.plugins.serving.reward_service").serve(config, host=host, port=port, token=not no_token)
 
 
@@ -144,14 +156,8 @@ def inspect_data(
     ] = None,
 ) -> None:
     """Look at every row and image of a data set and list what is wrong, row by row."""
-    import_module("saccade.plugins.check_data.check_data").show(
-        read_config(arguments, plain="data.train"),
-        headers_only=headers_only,
-        workers=workers,
-        command=reads,
-        fix=fix,
-        out=out,
-    )
+    config, recipe = read_config(arguments, plain="data.train"), import_module("saccade.plugins.check_data.check_data")
+    recipe.show(config, headers_only=headers_only, workers=workers, command=reads, fix=fix, out=out)
 
 
 @command("estimate", panel="Look", example="saccade estimate run.yaml --device H100")
@@ -166,11 +172,7 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Estimate what a step of `rl` takes: memory by item, time by phase. Nothing is loaded or trained."""
-    from saccade.checks import check
-    from saccade.config import given
-
-    config = read_config(arguments, "rl")
-    check(config, "estimate", given(split(arguments or ())[1]))
+    config = read_checked(arguments, "estimate", "rl")
     import_module("saccade.plugins.estimate.estimate_command").run(
         config, device=device, prompt_tokens=prompt_tokens, image=image, network=network, as_json=as_json
     )
@@ -198,11 +200,8 @@ def compare(
     ] = None,
 ) -> None:
     """Compare two evaluations item by item: the paired difference, and the questions that changed."""
-    from saccade.plugins.reports.eval_report import text_table
-
     tables, notes, page = import_module("saccade.plugins.evaluation.compare").compare(first, second, out)
-    for table in tables:
-        print("\n".join(text_table(table)))
+    show_tables(tables, notes=False)
     print(*notes, sep="\n", end="\n" * bool(notes))
     print(f"wrote {page}")
 
@@ -210,30 +209,17 @@ def compare(
 @command("subgroups", panel="Look", example="saccade subgroups runs/run-eval --by sex --by site")
 def subgroups(
     folder: Annotated[Path, typer.Argument(help="Folder of an eval.")],
-    by: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COLUMN", help="Column of the rows, or age:25,50,65; may be repeated.", show_default=False
-        ),
-    ] = None,
+    by: Annotated[list[str] | None, COLUMN(help="Column of the rows, or age:25,50,65; may be repeated.")] = None,
     labels: Annotated[bool, typer.Option("--labels", help="Precision, recall, F1 … of each label.")] = False,
     within: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="COLUMN", help="Mean of means over its parts; repeated, of parts of parts.", show_default=False
-        ),
+        list[str] | None, COLUMN(help="Mean of means over its parts; repeated, of parts of parts.")
     ] = None,
 ) -> None:
     """Show the accuracy of an evaluation by groups of rows, with the gaps between groups; and by label."""
-    from saccade.plugins.reports.eval_report import text_table
-
     if not (by or labels or within):
         raise ConfigError("--by: nothing to divide the rows by; name a column, such as --by sex, or add --labels")
-    tables = import_module("saccade.plugins.evaluation.subgroups").subgroup_tables(
-        folder, by or [], labels, within or []
-    )
-    for table in tables:
-        print(*text_table(table), *([table.note] if table.note else []), sep="\n")
+    recipe = import_module("saccade.plugins.evaluation.subgroups")
+    show_tables(recipe.subgroup_tables(folder, by or [], labels, within or []))
 
 
 @command("annotate", panel="Look", example="saccade annotate runs/run-eval --out answers.csv --rows 200")
@@ -249,8 +235,6 @@ def annotate(
     --read shows how often person and verifier agree, with Cohen's kappa, and writes the evaluation with the
     person's verdicts, for `saccade compare`.
     """
-    from saccade.plugins.reports.eval_report import text_table
-
     recipe = import_module("saccade.plugins.evaluation.annotations")
     if read is None:
         out = out or folder / "annotations.csv"
@@ -259,8 +243,7 @@ def annotate(
     if rows or hide:
         raise ConfigError("--rows, --hide: have no effect with --read; leave them out")
     tables, made = recipe.read_annotations(folder, read, out)
-    for table in tables:
-        print(*text_table(table), *([table.note] if table.note else []), sep="\n")
+    show_tables(tables)
     print(f"wrote {made}; saccade compare {folder} {made} shows what changed")
 
 
