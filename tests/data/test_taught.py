@@ -59,7 +59,9 @@ def test_a_teacher_that_reads_descriptions_teaches_about_pictures(tmp_path: Path
     assert "described" not in human["value"] and gpt["value"].startswith("<think>As shown in the picture.</think>")
     samples = datasets.load([DataSource(path=str(tmp_path / "out" / "train.jsonl"))], DataConfig()).samples
     assert samples[0].media[0].width == 64 and samples[0].messages[-1].role == "assistant"
-    assert f"| right | {2 * len(right)} |" in (tmp_path / "out" / "train.md").read_text()
+    card = (tmp_path / "out" / "train.md").read_text()
+    assert f"| right | {2 * len(right)} |" in card and "inputs: none, as the rows are drawn (" in card
+    assert f"saccade data distill {scenes} out --describe description rollout.engine=http" in card
 
 
 def test_free_questions_become_ones_that_a_rule_can_check(tmp_path: Path, scenes: Path) -> None:
@@ -75,8 +77,7 @@ def test_free_questions_become_ones_that_a_rule_can_check(tmp_path: Path, scenes
         assert "cannot be written" in data("rewrite", scenes, "/proc/out", *engine(endpoint), *options)
     assert [part["type"] for part in content] == ["image_url", "text"] and "How many" in content[1]["text"]
     assert "2 rows; left out: " in said
-    for reason in ("no_tags", "empty", "answer_in_question", "long_answer"):
-        assert f"1 {reason}" in said
+    assert all(f"1 {reason}" in said for reason in ("no_tags", "empty", "answer_in_question", "long_answer"))
     (first, second) = datasets.load([DataSource(path=str(tmp_path / "out" / "train.jsonl"))], DataConfig()).samples
     assert {(first.messages[0].text, first.answer), (second.messages[0].text, second.answer)} == {
         ("How many dots?", "3"), ("Is it red?", "yes")}  # fmt: skip

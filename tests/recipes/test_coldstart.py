@@ -62,15 +62,9 @@ def test_sft_and_rl_read_the_same_tokens(level, stops, scenes, family, tmp_path)
 
 def run_episode(sample, texts, family, config, *, stops):
     """The episode loop with a policy that writes these turns."""
-    play = Play(
-        environment=parts.environments_of(config, family),
-        family=family,
-        sampling=Sampling(max_tokens=400),
-        limits=Limits(max_turns=6, max_images=12, max_total_tokens=4000),
-        seed="0",
-    )
-    steps = episode(sample, 0, sample.id, play)
-    reply = None
+    world, limits = parts.environments_of(config, family), Limits(max_turns=6, max_images=12, max_total_tokens=4000)
+    play = Play(environment=world, family=family, sampling=Sampling(max_tokens=400), limits=limits, seed="0")
+    steps, reply = episode(sample, 0, sample.id, play), None
     for text in texts:
         request = steps.send(reply)
         assert isinstance(request, Request)
@@ -98,7 +92,10 @@ def test_where_a_question_ends_depends_on_what_follows_it():
 
 def test_trajectories_of_others_are_played_again(scenes, tmp_path, capsys):
     first = coldstart.run(load(None, ENV), scenes["medium"], tmp_path / "a", verifier="exact")
+    (tmp_path / "a" / "train.md").write_text("---\nlicense:\n- mit\n---\n")  # as in a set of the hub
     again = coldstart.run(load(None, ENV), tmp_path / "a" / "train.jsonl", tmp_path / "b")
+    card = (tmp_path / "b" / "train.md").read_text()
+    assert all(one in card for one in ("6 conv", "train.jsonl b env.name=crop env.min_pixels=3136", "inputs: mit ("))
     assert first == again == {"written": 6} and capsys.readouterr().out == ""
     coldstart.run(load(None), scenes["medium"], tmp_path / "c")  # pixels that nobody chose are told
     assert "set env.min_pixels=3136 env.max_pixels=3136" in capsys.readouterr().out

@@ -37,10 +37,9 @@ def runs(tmp_path_factory):
         with open_folder(config, "rl", {}, config.algorithm) as folder:
             log(folder, *range(1, 4))
             for step in (1, 2):
-                store(folder, *(answers(f"q{n}", right=n < step + better) for n in range(20)), steps=[step])
-                store(
-                    folder, *(answers(f"v{n}", right=n < step + better) for n in range(4)), steps=[step], kind="val/six"
-                )
+                for kind, prefix, count in (("train", "q", 20), ("val/six", "v", 4)):
+                    groups = (answers(f"{prefix}{n}", right=n < step + better) for n in range(count))
+                    store(folder, *groups, steps=[step], kind=kind)
             if better:
                 store(folder, episode("crops", TURNS), steps=[3], image=decode)
     return root

@@ -3,6 +3,7 @@
 saccade data visual-search scenes --rows 1000 --level medium
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -11,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from saccade import __version__
 from saccade.cli_run import command, read_config
 from saccade.errors import ConfigError
 
@@ -54,6 +56,7 @@ def visual_search(
 ) -> None:
     """Scenes with a small target that can be read only after zooming."""
     from saccade.config.schema.section import is_name
+    from saccade.plugins.drawn.drawn_sets import answer_lines, flags, write_card
     from saccade.plugins.quickstart.counting import write_jsonl
     from saccade.plugins.visual_search.search_scenes import search_split
     from saccade.system.disk import require_writable
@@ -63,6 +66,10 @@ def visual_search(
     require_writable(out, "OUT")
     samples = search_split(rows, seed=seed, level=level, kind=kind, grid=grid, view=view)
     path = write_jsonl(samples, out, name=name, budgets=True)
+    options = {"rows": rows, "level": level, "kind": kind, "view": view, "grid": grid, "name": name, "seed": seed}
+    answers = {kind: Counter(str(sample.answer) for sample in samples)}
+    what = f"{rows:,} scenes with a small target that saccade {__version__} drew"
+    write_card(path, what, ["visual-search", out.name, *flags(options)], facts=["", *answer_lines(answers)])
     side, budget = samples[0].media[0].width, view * view
     zoom = f"env.name=crop env.min_pixels={budget} env.max_pixels={budget}"
     print(f"wrote {path}: {rows} scenes of {side} pixels; zoom with {zoom}")

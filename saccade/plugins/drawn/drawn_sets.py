@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,16 +23,20 @@ from random import Random
 from typing import IO, Any, NamedTuple
 
 import PIL
+import yaml
 from PIL import Image
 
 from saccade import __version__
+from saccade.config import Config, to_yaml
 from saccade.errors import ConfigError, DataError
+from saccade.run.folder import leaves
 from saccade.system.disk import require_writable
 
 log = logging.getLogger(__name__)
 
 ROWS_PER_TASK = 64  # rows per task of a worker process
 MAX_LISTED = 5  # most left-out rows that are listed
+LICENCE = re.compile(r"^licen[cs]e(?: of inputs)?:\s*(?:- *)?(\S.*)$", re.IGNORECASE | re.MULTILINE)
 
 
 class Drawing(NamedTuple):
@@ -100,9 +105,15 @@ def write_set(draw: Draw, plan: Plan) -> str:
         made = plan.rows - len(unfit)
         if not made:
             raise DataError(f"{path}: no row can be drawn: {unfit[0]}")
-    path.with_suffix(".md").write_text(
-        "\n".join(_card(plan, made, columns, answers, digest.hexdigest())) + "\n", "utf-8"
-    )
+    options = {"rows": None if plan.source else plan.rows, "seed": plan.seed, "reply": plan.reply, **plan.options}
+    facts = [
+        f"Columns: {', '.join(columns)}. SHA-256 of rows and pictures: {digest.hexdigest()}. A row depends on the",
+        "seed and its number alone; other fonts, and other versions of Pillow, may give other pixels.\n",
+        *answer_lines(answers),
+    ]
+    words = [plan.command, *plan.source[:1], path.name, *plan.source[1:], *flags(options)]
+    what = f"{made:,} rows that saccade {__version__} drew with Pillow {PIL.__version__}"
+    write_card(path, what, words, source=next(iter(plan.source), ""), facts=facts)
     left_out = f"; {len(unfit)} rows left out" if unfit else ""
     return f"wrote {path}: {made} rows{left_out}; pictures are in {plan.folder}, the card is {path.with_suffix('.md')}"
 
@@ -141,23 +152,46 @@ def _draw_row(draw: Draw, plan: Plan, index: int) -> tuple[dict[str, Any], str]:
 # -- the card ---------------------------------------------------------------------------------------
 
 
-def _card(
-    plan: Plan, rows: int, columns: Iterable[str], answers: Mapping[str, Counter[str]], digest: str
-) -> Iterator[str]:
-    options = {"rows": None if plan.source else plan.rows, "seed": plan.seed, "reply": plan.reply, **plan.options}
-    flags = [
+def write_card(
+    file: Path, what: str, command: Sequence[str], *, source: str | Path = "", facts: Iterable[str] = ()
+) -> None:
+    """Write NAME.md beside the rows: what they are, the command, the licence of the rows that they were made of."""
+    licence = f"{licence_of(Path(source))} ({source})" if source else "none, as the rows are drawn"
+    head = [f"# {file.stem}\n", f"{what}:\n", f"    saccade data {shlex.join(command)}\n"]
+    file.with_suffix(".md").write_text("\n".join([*head, f"Licence of inputs: {licence}.", *facts, ""]), "utf-8")
+
+
+def licence_of(rows: Path) -> str:
+    """The licence that a card beside rows names: one of these, or a README, as sets of the hub have."""
+    for card in (rows.with_suffix(".md"), rows / "README.md", rows.parent / "README.md"):
+        if card.is_file() and (found := LICENCE.search(card.read_text("utf-8", "replace"))):
+            return found[1].strip(" .\"'")
+    return "not named beside them"
+
+
+def flags(options: Mapping[str, Any]) -> list[str]:
+    """The words of a command line; an option without a value is left out, one with several is repeated."""
+    return [
         word
         for name, value in options.items()
         for one in (value if isinstance(value, list | tuple) else [value])
         if one not in ("", None)
         for word in (f"--{name}", str(one))
     ]
-    command = shlex.join([*plan.source[:1], plan.file.name, *plan.source[1:], *flags])
-    yield f"# {plan.file.stem}\n"
-    yield f"{rows:,} rows that saccade {__version__} drew with Pillow {PIL.__version__}:\n"
-    yield f"    saccade data {plan.command} {command}\n"
-    yield f"Columns: {', '.join(columns)}. SHA-256 of rows and pictures: {digest}. A row depends on the seed and its"
-    yield "number alone; other fonts, and other versions of Pillow, may give other pixels.\n"
+
+
+def chosen(config: Config) -> list[str]:
+    """The options that were given, as KEY=VALUE."""
+    given = leaves(yaml.safe_load(to_yaml(config, full=False)) or {})
+    return [f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in given]
+
+
+def count_lines(counts: Mapping[str, int]) -> list[str]:
+    return ["\n| | rows |\n|---|---|", *(f"| {name} | {count:,} |" for name, count in counts.items())]
+
+
+def answer_lines(answers: Mapping[str, Counter[str]]) -> Iterator[str]:
+    """A table: what a constant guess would score, by category."""
     yield "| category | rows | different answers | commonest answer | right if it is always given |"
     yield "|---|---|---|---|---|"
     for category, counts in sorted(answers.items()):

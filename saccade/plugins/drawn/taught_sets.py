@@ -21,6 +21,7 @@ from saccade.data.chats import escape
 from saccade.data.prompts import FINAL_PROMPT
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.check_data.canonical_rows import convert, dialogue_row, to_row
+from saccade.plugins.drawn.drawn_sets import chosen, count_lines, flags, write_card
 from saccade.plugins.evaluation.results import read_lines, to_lines
 from saccade.plugins.generate import generate
 from saccade.run.folder import write_whole
@@ -68,7 +69,7 @@ def distil(config: Config, source: Path, out: Path, describe: str = "") -> dict[
             pictures = "<image>" * len(sample.media) if turn["from"] == "human" else ""  # answers may quote it
             turn["value"] = text.replace(shown, pictures, 1)
     counts = {"questions": len(samples), "answers": len(samples) * config.generate.n, "right": len(rows)}
-    _write(out, rows, config, source, "distill", counts)
+    _write(out, rows, config, ["distill", str(source), out.name, *flags({"describe": describe})], counts)
     return counts
 
 
@@ -94,7 +95,7 @@ def rewrite(config: Config, source: Path, out: Path) -> dict[str, int]:
             before = {"question_before": _words(sample), "answer_before": sample.answer}
             new = replace(sample, messages=(message,), answer=answer, choices=(), extra={**sample.extra, **before})
             rows.append(to_row(new))
-    _write(out, rows, config, source, "rewrite", counts)
+    _write(out, rows, config, ["rewrite", str(source), out.name], counts)
     return dict(counts)
 
 
@@ -162,17 +163,16 @@ def _words(sample: Sample) -> str:
 
 
 def _write(
-    out: Path, rows: Sequence[Mapping[str, Any]], config: Config, source: Path, command: str, counts: Mapping[str, int]
+    out: Path, rows: Sequence[Mapping[str, Any]], config: Config, command: Sequence[str], counts: Mapping[str, int]
 ) -> None:
+    source = command[1]
     if not rows:
         raise DataError(f"{source}: no row is left of {dict(counts)}; read what was said in {out / 'asked'}")
     model = config.rollout.http.model if config.rollout.engine == "http" else config.model.path
-    lines = [
-        f"# {out.name}\n",
-        f"{len(rows):,} rows that saccade {__version__} made of {source} by `saccade data {command}`, asking {model}",
-        f"with temperature {config.rollout.temperature:g}, generate.n={config.generate.n}, run.seed={config.run.seed}.",
-        "What was asked and said is in asked/. Texts are a model's: its licence and its mistakes come with them.\n",
-        *("| | rows |\n|---|---|", *(f"| {name} | {count:,} |" for name, count in counts.items())),
-    ]
-    (out / "train.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    how = f"with temperature {config.rollout.temperature:g}, generate.n={config.generate.n}, run.seed={config.run.seed}"
+    what = f"{len(rows):,} rows that saccade {__version__} made of {source}, asking {model} {how}"
+    about = "What was asked and said is in asked/. Texts are a model's: its licence and its mistakes come with them."
+    write_card(
+        out / "train.jsonl", what, [*command, *chosen(config)], source=source, facts=[about, *count_lines(counts)]
+    )
     write_whole(out / "train.jsonl", to_lines(rows))

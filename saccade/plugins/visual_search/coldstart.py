@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from saccade import __version__
 from saccade.config import Config, DataSource, load
 from saccade.data import datasets
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
 from saccade.plugins.check_data.canonical_rows import dialogue_row
-from saccade.plugins.drawn.drawn_sets import finished_file
+from saccade.plugins.drawn.drawn_sets import chosen, count_lines, finished_file, flags, write_card
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
 from saccade.recipes.parts import answer_places
 from saccade.rewards.reward_sample import reward_sample
@@ -39,8 +40,8 @@ from saccade.types import STATUS_OF_END, Message, Sample
 def run(
     config: Config, source: Path, out: Path, *, turns: int = 6, mistakes: float = 0.05, verifier: str | None = None
 ) -> dict[str, int]:
-    """Write OUT/train.jsonl and OUT/images; returns the numbers of rows written and skipped, by reason. With a
-    verifier, only trajectories with right answers are written.
+    """Write OUT/train.jsonl, its card and OUT/images; returns the numbers of rows written and skipped, by reason. With
+    a verifier, only trajectories with right answers are written.
     """
     if config.env.name == "single_turn":
         config = load(config, ["env.name=crop"])
@@ -74,6 +75,11 @@ def run(
                 file.write(json.dumps(dialogue_row(played, out), ensure_ascii=False) + "\n")
         if not counts["written"]:
             raise DataError(f"{source}: no row became a trajectory: {dict(counts)}")
+    made = f"{counts['written']:,} conversations that saccade {__version__}"
+    options = {"turns": turns, "mistakes": mistakes, "verifier": verifier}
+    command = ["coldstart", str(source), out.name, *chosen(config), *flags(options)]
+    what = f"{made} played from {source} with run.seed={config.run.seed}"
+    write_card(path, what, command, source=source, facts=count_lines(counts))
     return dict(counts)
 
 
