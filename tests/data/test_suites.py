@@ -136,11 +136,11 @@ def test_broken_rows_are_set_aside(folder: Path) -> None:
 def test_what_is_missing_is_named_with_the_line_that_fetches_it(tmp_path: Path) -> None:
     own = ["model.path=tiny:qwen2_5_vl", f"eval.folder={tmp_path}"]
     with pytest.raises(ConfigError) as caught:
-        check(load(None, [*own, "eval.suites=[vstar,hrbench8k,vstarr]"]), "eval")
+        check(load(None, [*own, "eval.suites=[vstar,pope,vstarr]"]), "eval")
     said = str(caught.value)
     assert f"public set craigwu/vstar_bench and reads {tmp_path}/vstar_bench/test_questions.jsonl" in said
-    fetch = "hf download DreamMr/HR-Bench --repo-type dataset --local-dir"
-    assert f"`{fetch} {tmp_path}/HR-Bench --include 'hr_bench_8k.parquet'`" in said
+    fetch = "hf download lmms-lab-encoder/POPE --repo-type dataset --local-dir"
+    assert f"`{fetch} {tmp_path}/POPE --include 'data/test-*.parquet'`" in said
     commands = {name: suite.command("a") for name, suite in suites.SUITES.items()}
     beside = {name for name, line in commands.items() if line.startswith("hf") and "--include" not in line}
     assert beside == {  # their pictures or sounds are other files
