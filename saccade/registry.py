@@ -65,6 +65,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "families.tiny_kinds", "tiny_model=build"),
     ("hooks", "imitation.imitation_sources", "demonstrations=Demonstrations reward_tagged asking_for_the_best"),
     ("hooks", "imitation.imitation_sources", "teacher=teacher_of distillation=DistillationLoss"),
+    ("hooks", "imitation.imitation_sources", "supervised=SupervisedLoss"),
     ("hooks", "judges.judge", "judge=Judge"),
     ("hooks", "linear.segments", "recurrent_plan=RecurrentPlan recurrent_states=RecurrentStates"),
     ("hooks", "loggers.live_display", "live_display=LiveDisplay"),

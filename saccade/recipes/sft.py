@@ -20,14 +20,13 @@ from saccade.recipes.to_trajectory import dialogue, document
 from saccade.registry import HOOKS
 from saccade.run.training_run import Run
 from saccade.trainer import MODEL_SCORING, Loss
-from saccade.trainer.losses import PolicyLoss
 from saccade.types import Sample
 
 # -log p of each trained token, all tokens alike: the policy gradient of an advantage of 1.
 SUPERVISED = resolve(AlgorithmConfig(preset=("reinforce",)), max_tokens=1)
 LOGGED = (
     *("policy/grad_norm", "policy/grad_norm_vision", "policy/lr", "policy/update_skipped"),
-    *("moe/aux_loss", "guard/nonfinite", "mem/oom_splits", "perf/imbalance", "sft/teacher"),
+    *("moe/aux_loss", "guard/nonfinite", "mem/oom_splits", "perf/imbalance", "sft/teacher", "sft/token_accuracy"),
 )
 
 
@@ -52,7 +51,7 @@ def run(config: Any) -> dict[str, Any]:
         if sft.reward_tag is not None and sets:
             sets = HOOKS["asking_for_the_best"](sft.reward_tag, data, sets)
         job = offline_loop.set_up(this, family, data, questions=sets)
-        loss: Loss = PolicyLoss(SUPERVISED, MODEL_SCORING)
+        loss: Loss = HOOKS["supervised"](SUPERVISED, MODEL_SCORING)
         if sft.teacher is not None:
             teacher = model_setup.load_beside("teacher", config, family, None, job.trainer)
             loss = HOOKS["distillation"](teacher, sft.kd_coef)

@@ -39,7 +39,7 @@ def test_the_loss_beside_a_teacher(tmp_path, sft_config, word_model, monkeypatch
     order = Stream(data, seed=resolved.run.seed, config=resolved.data).take(4)
     auto = getattr(transformers, family.spec.auto_class)
     models = [auto.from_pretrained(path, dtype=torch.float32) for path in (word_model, teacher)]
-    total, count = torch.zeros(()), 0
+    total, hits, count = torch.zeros(()), 0, 0
     for sample in order:
         (member,) = sft.dialogue(sample, family, "assistant").trajectories
         ids = torch.from_numpy(member.ids)[None]
@@ -48,12 +48,13 @@ def test_the_loss_beside_a_teacher(tmp_path, sft_config, word_model, monkeypatch
         logits = [m(input_ids=ids, mm_token_type_ids=kinds, **vision).logits[0] for m in models]
         places = np.flatnonzero(member.policy_mask)
         losses, *_ = kd(logits[0][places - 1], logits[1][places - 1], ids[0][places], kd_coef=0.3)
+        hits += int((logits[0][places - 1].argmax(-1) == ids[0][places]).sum())
         total, count = total + losses.sum(), count + len(places)
     loss = total / count
     loss.backward()
     norm = torch.stack([p.grad.norm() for p in models[0].parameters()]).norm()
     assert row["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert row["policy/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert (row["policy/grad_norm"], row["sft/token_accuracy"]) == pytest.approx((norm.item(), hits / count), rel=1e-4)
     assert row["sft/teacher"] > 0 and row["sft/ppl"] != pytest.approx(np.exp(row["sft/loss"]))
 
 

@@ -37,28 +37,27 @@ def talks(tmp_path_factory, scenes):
 
 
 def stock_loss(config, model_path, loss_on):
-    """Mean of transformers' own cross-entropy over the trained tokens of all rows, one by one."""
+    """Means over the trained tokens of all rows, one by one: transformers' own cross-entropy, and likeliest tokens."""
     resolved = load(config)
     family = load_family(model_path)
     data = questions.load_dialogues(resolved, resolved.data.train, family)
     auto = getattr(transformers, family.spec.auto_class)
     model = auto.from_pretrained(model_path, dtype=torch.float32).eval()
-    total, count = 0.0, 0
+    total, count = np.zeros(2), 0
     for sample in data.samples:
         (member,) = sft.dialogue(sample, family, loss_on).trajectories
         labels = np.where(member.sources == Source.POLICY, member.ids, -100)
         vision = family.vision(member.media, torch.device("cpu"), torch.float32)
         if member.media:
-            vision = {
-                **vision,
-                "mm_token_type_ids": torch.from_numpy((member.ids == family.chat.placeholder).astype(np.int64))[None],
-            }
+            kinds = torch.from_numpy((member.ids == family.chat.placeholder).astype(np.int64))[None]
+            vision = {**vision, "mm_token_type_ids": kinds}
         ids = torch.from_numpy(member.ids)[None]
         trained = int((labels != -100).sum())
         with torch.no_grad():
             output = model(input_ids=ids, labels=torch.from_numpy(labels)[None], **vision)
-        total, count = total + float(output.loss) * trained, count + trained
-    return total / count, count
+        right = (output.logits[0, :-1].argmax(-1).numpy() == labels[1:]).sum()
+        total, count = total + np.array([float(output.loss) * trained, right]), count + trained
+    return *total / count, count
 
 
 TRAINED = {"assistant": "3objects<|im_end|>red2<|im_end|>", "last_turn": "red2<|im_end|>", "all": "howmanyred"}
@@ -68,9 +67,9 @@ TRAINED = {"assistant": "3objects<|im_end|>red2<|im_end|>", "last_turn": "red2<|
 def test_the_loss_is_that_of_transformers(tmp_path, sft_config, talks, word_model, loss_on):
     config = sft_config(tmp_path, run__max_steps=1, data__train=str(talks), train__prompts_per_step=3)
     row = sft.run(config | {"sft.loss_on": loss_on})
-    loss, tokens = stock_loss(config, word_model, loss_on)
+    loss, right, tokens = stock_loss(config, word_model, loss_on)
     assert row["sft/loss"] == pytest.approx(loss, rel=1e-5)
-    assert row["sft/tokens"] == tokens
+    assert (row["sft/tokens"], row["sft/token_accuracy"]) == (tokens, pytest.approx(right))
     assert row["sft/ppl"] == pytest.approx(np.exp(loss), rel=1e-4)
     family, resolved = load_family(word_model), load(config)
     sample = questions.load_dialogues(resolved, resolved.data.train, family).samples[0]

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 
-from saccade.algorithms.objective import imitation_objective
+from saccade.algorithms.objective import LossSums, imitation_objective, mean_of
 from saccade.config import Config
 from saccade.data.chats import RowError
 from saccade.data.datasets import Dataset, Stream
@@ -46,6 +46,7 @@ from saccade.run.quarantine import Quarantine
 from saccade.trainer import ForwardModel, Objective
 from saccade.trainer.forward_inputs import column
 from saccade.trainer.local import LocalTrainer
+from saccade.trainer.losses import PolicyLoss
 from saccade.types import Sample
 
 # -- demonstrations --------------------------------------------------------------------------------
@@ -96,6 +97,33 @@ def reward_of(sample: Sample) -> float:
     return float(value)
 
 
+# -- the loss of sft -------------------------------------------------------------------------------
+
+
+class SupervisedLoss(PolicyLoss):
+    """Reports sft/token_accuracy beside the loss: how often the model finds the trained token the likeliest."""
+
+    def forward(self, trainer: ForwardModel, batch: Batch) -> Objective:
+        likeliest = list[Tensor]()  # of the chunks in which logits are computed
+
+        def note(head: Any, inputs: Any, logits: Tensor) -> None:
+            likeliest.append(logits.detach().argmax(-1))
+
+        with language_head(trainer.model).register_forward_hook(note):
+            compute = super().forward(trainer, batch)
+        (hits,) = trainer.at_targets(batch, lambda part: [hits_of(torch.cat(likeliest), part, trainer)])
+        return partial(with_accuracy, compute, hits)
+
+
+def hits_of(likeliest: Tensor, batch: Any, trainer: ForwardModel) -> Tensor:
+    return (likeliest == to_device(batch.targets, trainer.device)).float()
+
+
+def with_accuracy(compute: Objective, hits: Tensor) -> tuple[Tensor, LossSums]:
+    loss, sums = compute()
+    return loss, replace(sums, means={**sums.means, "sft/token_accuracy": mean_of(hits)})
+
+
 # -- a teacher: losses are computed in chunks, so no [tokens, vocabulary] tensor is stored -----------
 
 
@@ -137,13 +165,14 @@ class DistillationLoss:
         self.teacher.model.eval()
         head, their_head = language_head(trainer.model), language_head(self.teacher.model)
 
-        def chunk(hidden: Tensor, taught: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def chunk(hidden: Tensor, taught: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
             logits = head(hidden)
             with torch.no_grad():
                 # Models with one tokenizer may pad the vocabulary differently; the padding holds no tokens.
                 theirs = their_head(taught)[:, : logits.shape[1]]
                 theirs = pad(theirs, (0, logits.shape[1] - theirs.shape[1]), value=-torch.inf)
-            return kd(logits, theirs, targets, kd_coef=self.kd_coef)
+            hits = (logits.detach().argmax(-1) == targets).float()
+            return *kd(logits, theirs, targets, kd_coef=self.kd_coef), hits
 
         def compared(part: Any) -> list[Tensor]:
             with torch.no_grad():
@@ -155,8 +184,9 @@ class DistillationLoss:
             results = [checkpoint(chunk, *each, use_reentrant=False) for each in chunks]
             return [torch.cat(found) for found in zip(*results, strict=True)]
 
-        losses, written, teacher = trainer.at_targets(batch, compared)
-        shown, scales = {"sft/ce": written, "sft/teacher": teacher}, column(batch.per_target("scales"), losses)
+        losses, written, teacher, hits = trainer.at_targets(batch, compared)
+        shown = {"sft/ce": written, "sft/teacher": teacher, "sft/token_accuracy": hits}
+        scales = column(batch.per_target("scales"), losses)
         return partial(imitation_objective, losses, shown, scales, term="policy/loss")
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.plugins.imitation.imitation_sources import DistillationLoss
+from saccade.plugins.imitation.imitation_sources import DistillationLoss, SupervisedLoss
 from saccade.plugins.preferences.preference_losses import PreferenceLoss
 from saccade.plugins.reward_models.reward_losses import RatingLoss, StepsLoss
 from saccade.recipes.sft import SUPERVISED
@@ -40,7 +40,7 @@ def decode_loss(row: Mapping[str, Any], algorithm: Algorithm | None, teacher: Lo
         return DistillationLoss(teacher, row["kd_coef"])
     scoring = Scoring(**row["scoring"])
     if not row["rl"]:
-        return PolicyLoss(SUPERVISED, scoring)
+        return SupervisedLoss(SUPERVISED, scoring)
     assert algorithm is not None
     kl = algorithm.kl.model_copy(update={"coef": row["kl"]})
     return PolicyLoss(algorithm.model_copy(update={"kl": kl, "entropy_coef": row["entropy"]}), scoring)

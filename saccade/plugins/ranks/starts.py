@@ -38,15 +38,9 @@ def start_team(config: Config, command: str, *, model: str, folder: str | None, 
     store = distributed.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-    settings = RankSettings(
-        options=config.model_dump(mode="json", exclude_unset=True),
-        command=command,
-        folder=folder,
-        rank=0,
-        size=config.run.gpus,
-        port=port,
-        seen=look(config, model, logs),
-    )
+    options, seen = config.model_dump(mode="json", exclude_unset=True), look(config, model, logs)
+    place: Any = {"rank": 0, "size": config.run.gpus, "port": port}
+    settings = RankSettings(options=options, command=command, folder=folder, seen=seen, **place)
     visible = visible_gpus("cuda") if device.type == "cuda" else []
     with ExitStack() as held:
         held.callback((logs / MARK).unlink, missing_ok=True)

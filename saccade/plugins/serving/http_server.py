@@ -246,21 +246,11 @@ def running(app: FastAPI, host: str, port: int) -> Iterator[str]:
     except OSError as error:
         why = f"{host} cannot be listened on there: {error.strerror}; try --port 0 for any free port"
         raise EnvironmentProblem(f"--port {port}: {why}") from None
-    config = uvicorn.Config(
-        app,
-        http=_Protocol,
-        ws="none",
-        loop="asyncio",
-        lifespan="off",
-        log_config=None,
-        log_level="critical",  # hides lost connections; errors of the app are logged in json_app
-        access_log=False,
-        server_header=False,
-        headers=SAFE,
-        timeout_keep_alive=IDLE_TIMEOUT,
-        timeout_graceful_shutdown=GRACE,
-    )
-    server = uvicorn.Server(config)
+    # `critical` hides lost connections; errors of the app are logged in json_app.
+    quiet: Any = {"log_config": None, "log_level": "critical", "access_log": False}
+    sent: Any = {"http": _Protocol, "ws": "none", "lifespan": "off", "server_header": False, "headers": SAFE}
+    times: Any = {"timeout_keep_alive": IDLE_TIMEOUT, "timeout_graceful_shutdown": GRACE}
+    server = uvicorn.Server(uvicorn.Config(app, loop="asyncio", **quiet, **sent, **times))
     thread = threading.Thread(target=server.run, args=([listener],), name="clients", daemon=True)
     thread.start()
     try:

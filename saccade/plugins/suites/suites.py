@@ -66,15 +66,8 @@ class Suite:
     def row(self, row: Row) -> Row:
         """Convert a row of the set to a canonical row; raises RowError if a part is missing."""
         needs_options = self.verifier == "choice" and "choices" in self.columns  # no column: pictures show the options
-        return read_suite_row(
-            row,
-            self.columns,
-            folder=self.hub.rpartition("/")[2],
-            needs_options=needs_options,
-            rotated=self.rotated,
-            shuffled=self.shuffled,
-            numbered=self.numbered,
-        )
+        how: Any = {name: getattr(self, name) for name in ("rotated", "shuffled", "numbered")}
+        return read_suite_row(row, self.columns, folder=self.home("").name, needs_options=needs_options, **how)
 
 
 def _table() -> dict[str, Suite]:
