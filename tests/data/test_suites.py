@@ -72,7 +72,7 @@ def test_rows_of_every_set(folder: Path) -> None:
         if suite.mapping == "none"
     }
     assert found["clevr_count"] == [("How many items are there?", (), "5", 1)]
-    assert found["geoqa"] == [("How many items?", (), "\\frac{1}{2}", 1)]
+    assert found["geoqa"] == [("How many items?", (), "\\frac{1}{2}\\text{m}", 1)]
     decimals = "How long? (unit: cm) The answer is a number with one decimal."
     assert found["mathvista"] == [("Which is longer?", ("left", "right"), "right", 1), (decimals, (), "1.2", 1)]
     shown = "Answer the question that the picture shows."

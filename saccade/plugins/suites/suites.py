@@ -53,6 +53,7 @@ class Suite:
     protocol: str = "greedy"
     metric: str = "accuracy"
     unsure: str = ""
+    units: str = ""  # pattern of units at the end of answers, which verifiers cannot tell from variables
 
     def home(self, folder: str) -> Path:
         return Path(folder, self.hub.rpartition("/")[2])
@@ -67,7 +68,8 @@ class Suite:
         """Convert a row of the set to a canonical row; raises RowError if a part is missing."""
         needs_options = self.verifier == "choice" and "choices" in self.columns  # no column: pictures show the options
         how: Any = {name: getattr(self, name) for name in ("rotated", "shuffled", "numbered")}
-        return read_suite_row(row, self.columns, folder=self.home("").name, needs_options=needs_options, **how)
+        found = read_suite_row(row, self.columns, folder=self.home("").name, needs_options=needs_options, **how)
+        return {**found, "answer": re.sub(self.units, r"\\text{\1}", found["answer"])} if self.units else found
 
 
 def _table() -> dict[str, Suite]:
