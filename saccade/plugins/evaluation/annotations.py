@@ -19,7 +19,7 @@ import numpy as np
 from saccade.errors import ConfigError
 from saccade.plugins.evaluation.compare import evaluated, item_of
 from saccade.plugins.evaluation.eval_folder import numbered
-from saccade.plugins.evaluation.results import read_lines, to_lines, write_files
+from saccade.plugins.evaluation.results import add_rows, read_lines, to_lines, write_numbers
 from saccade.plugins.reports.report_page import Cell, Estimate, Table
 from saccade.plugins.reports.trajectories import IMAGES
 from saccade.recipes.accuracy import accuracy
@@ -201,9 +201,10 @@ def _rescored(rows: Sequence[Row], said: Mapping[tuple[str, str, str], bool], ou
     require_writable(out, "--out")
     new = [row | ({"score": float(said[_key(row)]), "reason": "human"} if _key(row) in said else {}) for row in rows]
     out.mkdir(parents=True)
-    write_files(out, {}, new)
+    add_rows(out, new)
+    write_numbers(out, {})
     outcomes: dict[str, list[np.ndarray]] = {}
     for (name, _), (answers, _) in evaluated(out).items():
         outcomes.setdefault(name, []).append(np.array([a["score"] for a in answers if a.get("score") is not None]))
-    write_files(out, {name: accuracy(values) for name, values in outcomes.items()}, new)
+    write_numbers(out, {name: accuracy(values) for name, values in outcomes.items()})
     return out

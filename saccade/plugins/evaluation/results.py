@@ -5,7 +5,7 @@ write_numbers(folder, {result.name: result.metrics})
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,6 @@ def read_summary(folder: Path) -> dict[str, Any]:
 
 def write_numbers(folder: Path, summary: Mapping[str, Any]) -> None:
     write_whole(folder / RESULTS, json.dumps(summary, indent=2) + "\n")
-
-
-def write_files(folder: Path, summary: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    (folder / SAMPLE_ROWS).write_text(to_lines(rows), encoding="utf-8")
-    write_numbers(folder, summary)
 
 
 def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:

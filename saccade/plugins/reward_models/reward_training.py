@@ -140,7 +140,9 @@ def evaluate(config: Config, folder: Path, asked: Mapping[str, Any], summary: di
 
 
 def intervals(loss: RewardLoss, batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> dict[str, float]:
-    """Confidence interval of the accuracy; with several heads one for each head, none for their mean."""
+    """Confidence interval of the accuracy, and the accuracy with ties where rows have some; with several heads for
+    each head, none for their mean.
+    """
     if isinstance(loss, StepsLoss):
         return _ends("", _shares(loss.labels, batches, outputs))
     said = np.concatenate([[loss.labels[uid] for uid, _ in b.keys[::2]] for b in batches])
@@ -148,8 +150,18 @@ def intervals(loss: RewardLoss, batches: Sequence[Batch], outputs: Sequence[np.n
     ends: dict[str, float] = {}
     for name, label, gap in zip(loss.heads, said.T, gaps.T, strict=True):
         right = (label * gap > 0)[np.abs(label) == 1].astype(float)
-        ends |= _ends(f"{name}/" if len(loss.heads) > 1 else "", right)
+        prefix = f"{name}/" if len(loss.heads) > 1 else ""
+        ends |= _ends(prefix, right)
+        if (label == 0).any():
+            ends[f"{prefix}accuracy_with_ties"] = with_ties(*np.array([label, gap])[:, ~np.isnan(label)])
     return ends
+
+
+def with_ties(label: np.ndarray, gap: np.ndarray) -> float:
+    """The best accuracy if the pairs of the smallest gaps, one at least, are called ties (Deutsch et al., 2023)."""
+    order = np.argsort(abs(gap), kind="stable")
+    tied, right = (label == 0)[order], (label * gap > 0)[order]
+    return float((tied.cumsum() + right.sum() - right.cumsum()).max() / len(label))
 
 
 def _shares(labels: Mapping[str, np.ndarray], batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> np.ndarray:

@@ -230,7 +230,7 @@ def test_each_head_has_the_interval_of_its_decided_pairs():
     found = reward_training.intervals(loss, batches, outputs)
     assert (found["x/ci_low"], found["x/ci_high"]) == wilson(2, 3)  # b is judged the other way
     assert (found["y/ci_low"], found["y/ci_high"]) == wilson(1, 3)
-    assert len(found) == 4
+    assert len(found) == 5 and found["x/accuracy_with_ties"] == 3 / 4  # c, whose gap is 0, is a tie
     alone = RatingLoss(loss="bt", heads={"x": 1.0}, labels={k: v[:1] for k, v in labels.items()})
     found = reward_training.intervals(alone, batches, [scores[:, :1] for scores in outputs])
     assert (found["ci_low"], found["ci_high"]) == wilson(2, 3)
