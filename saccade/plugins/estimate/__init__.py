@@ -15,8 +15,9 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks.steps import algorithm_of
-from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, load
+from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, TrainConfig, load
 from saccade.data.sources import parse_address
 from saccade.models.families import Family
 from saccade.plugins.estimate.batch_plan import (
@@ -24,6 +25,7 @@ from saccade.plugins.estimate.batch_plan import (
     ModelSize,
     Plan,
     Prompts,
+    Step,
     empty_model,
     make_step,
     size_of,
@@ -178,10 +180,19 @@ def planner(
     def size(train: str, lora: LoraConfig) -> ModelSize:
         return size_of(empty, family, lora, element=element, train=train)
 
+    steps = list[tuple[Any, Step]]()  # and what each was made of, which few changes are to
+
+    def step_of(changed: Config, train: TrainConfig, algorithm: Algorithm) -> Step:
+        new, pixels = changed.rollout.max_tokens, changed.data.max_pixels
+        given = (train.prompts_per_step, train.micro_tokens, new, pixels, algorithm)
+        if not (known := [step for before, step in steps if before == given]):
+            known.append(make_step(train, new, algorithm, family, prompts(pixels)[0]))
+            steps.append((given, known[0]))
+        return known[0]
+
     def planned(*changes: str) -> Plan:
         changed = load(config, " ".join(changes).split(), "rl")
         algorithm, (train, lora) = algorithm_of(changed), (changed.model.train, changed.model.lora)
-        typical, _ = prompts(changed.data.max_pixels)
         groups = (max(1, changed.run.gpus // together) for together in (1, changed.train.sequence_parallel))
         alone, shared = (  # with the most prompts per step of one rank, and of one sequence-parallel group
             changed.train.model_copy(update={"prompts_per_step": -(-changed.train.prompts_per_step // count)})
@@ -193,7 +204,7 @@ def planner(
             algorithm=algorithm,
             device=device,
             layout=layouts[0],
-            step=make_step(shared, changed.rollout.max_tokens, algorithm, family, typical),
+            step=step_of(changed, shared, algorithm),
             policy=size(train, lora),
             whole=size("full" if train in ADAPTED else train, lora),
             element=element,
@@ -206,7 +217,7 @@ def planner(
 
 def best(plans: Sequence[Plan]) -> Plan:
     """Choose among plans that differ in layout: whole if it fits, else the fastest that fits, else the last."""
-    if plans[0].layout == "whole" and memory_of(plans[0]).fits:
+    if len(plans) == 1 or (plans[0].layout == "whole" and memory_of(plans[0]).fits):
         return plans[0]
     fitting = [plan for plan in plans if memory_of(plan).fits] or plans[-1:]
     return min(fitting, key=step_seconds) if len(fitting) > 1 else fitting[0]

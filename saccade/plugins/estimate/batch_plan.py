@@ -7,9 +7,11 @@ train, the model without its weights (on the meta device), and its size during t
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import isqrt
 from statistics import fmean
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -22,7 +24,7 @@ from saccade.models import lora
 from saccade.models.families import Family
 from saccade.models.load import freeze
 from saccade.plugins.estimate.flops import NF4, Meter, training_of
-from saccade.plugins.estimate.shapes import shape_of
+from saccade.plugins.estimate.shapes import Shape, shape_of
 from saccade.plugins.media.sounds import RATE
 from saccade.plugins.overlong.shorten import SHRINK_STEP
 from saccade.plugins.ranks.layouts import held
@@ -35,6 +37,7 @@ ROWS = 64  # rows of the data that are read
 SOUND_SECONDS = (30, 15, 8, 4, 2, 1)
 GOLDEN = 0.6180339887  # the fractional parts of its multiples are evenly spread
 MICRO_BATCHES = 4  # that are constructed; the rest of a step is extrapolated
+SHAPES: WeakKeyDictionary[Any, Shape] = WeakKeyDictionary()  # of empty models, whatever of them is trained
 
 Prompts = tuple[list[Rendered], str]  # and a description of their lengths
 
@@ -81,9 +84,12 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
     """The size of an empty model that is trained with model.train=`train`. `element`: bytes per weight."""
     from torch.nn import Linear
 
+    tower_of = cache(family.tower_of)
+    if model not in SHAPES:
+        SHAPES[model] = shape_of(model, tower_of)
     model.requires_grad_(True)
     weights, packed = sum(parameter.numel() for parameter in model.parameters()), 0
-    towers = sum(p.numel() for name, p in model.named_parameters() if family.tower_of(name) != "llm") / weights
+    towers = sum(p.numel() for name, p in model.named_parameters() if tower_of(name) != "llm") / weights
     if train in ADAPTED:
         adapted = [(name, model.get_submodule(name)) for name in lora.target_names(model, family, settings)]
         trained = {f"{name}.lora_A": layer.in_features * settings.rank for name, layer in adapted}
@@ -97,11 +103,11 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
         packed = sum(
             module.weight.numel()
             for name, module in model.named_modules()
-            if isinstance(module, Linear) and module.weight is not head and family.tower_of(name) == "llm"
+            if isinstance(module, Linear) and module.weight is not head and tower_of(name) == "llm"
         )
     return ModelSize(
-        shape=shape_of(model, family.tower_of),
-        training=training_of(model, trained, family.tower_of),
+        shape=SHAPES[model],
+        training=training_of(model, trained, tower_of),
         weights=element * (weights - packed) + NF4 * packed,
         towers=towers,
         trained=sum(trained.values()),
