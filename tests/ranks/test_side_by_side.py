@@ -150,6 +150,14 @@ def test_a_replica_goes_on_while_two_ranks_train(
     """And answers the questions of a validation while the next step is sampled. It finds what one does that training
     waits for, and is part of the checkpoint of its step. As many ranks repeat the run from its record.
     """
+
+    def send(number: int) -> None:
+        for replica in watched.engine._working:
+            os.kill(replica.child.popen.pid, number)
+
+    # While slow ranks score in step 1, it could answer all that it is asked.
+    watched.after_sampling = lambda step: watched.under_way or send(signal.SIGSTOP)
+    watched.before_update = lambda engine, step: send(signal.SIGCONT)
     folder = run(rollout__replicas=1, run__gpus=2, rollout__record="write", **validated)
     assert watched.require_sound() == AHEAD
     assert watched.under_way[1] > 0 and watched.slept == 0
