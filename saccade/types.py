@@ -216,6 +216,7 @@ class Request:
     sampling: Sampling = Sampling()
     noise: int = 0
     first_index: int = 0  # number of tokens of this trajectory that were sampled before
+    opening: int | None = None  # number of its first tokens that others begin with, too; None: all
     episode: str | None = None  # keep its KV cache under this name until `Engine.release`
     replica: int | None = None  # index of the replica that must answer; None: any
 

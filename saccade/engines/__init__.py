@@ -141,10 +141,10 @@ def nonfinite_error(weights: Iterable[tuple[str, Any]]) -> TrainingError:
     return TrainingError("log-probs are not finite, although all weights are: use model.dtype=float32")
 
 
-def prompt_key(request: Request) -> Any:
-    """Key that is equal for requests that can share a prefill: ids, and media with their positions."""
-    media = tuple((span.start, span.media.key) for span in request.media)
-    return (request.ids.tobytes(), media)
+def prompt_key(request: Request, length: int | None = None) -> Any:
+    """Key that is equal for requests whose first `length` tokens (None: all) are: ids, media and their positions."""
+    ids = request.ids[:length]
+    return (ids.tobytes(), tuple((span.start, span.media.key) for span in request.media if span.start < len(ids)))
 
 
 def empty_completion(key: str) -> Completion:

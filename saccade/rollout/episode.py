@@ -196,6 +196,7 @@ def episode(
             sampling=sampling if allowed == sampling.max_tokens else replace(sampling, max_tokens=allowed),
             noise=noise,
             first_index=history.sampled,
+            opening=len(history.pieces[0][0]),
             episode=key if limits.max_turns > 1 else None,
         )
         history.write(completion, family.decode(completion.ids))

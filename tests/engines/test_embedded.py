@@ -12,7 +12,7 @@ from saccade.forest.packing import pack
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, Sampling
-from tests.engines.asked import FREE, counted, head, play, requests, same, scripted, support_of, trajectories
+from tests.engines.asked import FREE, NAME, counted, head, play, requests, same, scripted, support_of, trajectories
 from tests.models.against import ask, ours, theirs
 
 SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "internvl", "llava"]
@@ -66,6 +66,28 @@ def test_a_group_is_prefilled_once_and_its_images_encoded_once(model, family, pr
     assert calls[0] == (sum(len(p) for p in prompts), 0 + 1 + 2 + 3)
     assert calls[1:] == [(16, 0)] * 7  # 16 sequences decode together
     assert len(calls) == FREE.max_tokens
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_requests_that_begin_alike_read_that_once_and_their_own_rest(load, family, prompts, kernels, request):
+    """A group whose answers were interrupted at several lengths, two at the same token, and one before its first."""
+    if kernels:
+        request.getfixturevalue("paged")
+    model = load(NAME)
+    whole = requests(prompts[2:], replace(FREE, max_tokens=21), repeats=8)
+    asked, rests = [], [0, 1, 2, 5, 5, 9, 14, 20] * 2
+    for one, answer, begun in zip(whole, answers := generate(EmbeddedEngine(model, family), whole), rests, strict=True):
+        ids, left = np.concatenate([one.ids, answer.ids[:begun]]), replace(one.sampling, max_tokens=21 - begun)
+        asked.append(replace(one, ids=ids, first_index=begun, sampling=left, opening=len(one.ids)))
+    engine = EmbeddedEngine(model, family)
+    with counted(model) as calls:
+        got = generate(engine, asked)
+    assert calls[:2] == [(sum(map(len, prompts[2:])), 2 + 3), (sum(rests), 0)]
+    for one, answer, begun in zip(got, answers, rests, strict=True):
+        assert one.ids.tolist() == answer.ids[begun:].tolist()
+        assert np.abs(one.logprobs - answer.logprobs[begun:]).max() < 1e-5
+    pages = engine.cache.pages
+    assert pages.free == pages.count and not engine.scheduler.jobs
 
 
 def test_equal_ids_with_another_picture_are_another_prompt(model, family, image):

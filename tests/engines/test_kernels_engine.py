@@ -263,6 +263,34 @@ def test_sequences_that_lose_their_pages_go_on_with_the_same_tokens(model, famil
     assert sum(lost) > 0 and engine.cache.pages.count == 11 and empty(engine)
 
 
+def test_rests_of_answers_wait_for_pages(model, family, prompts, paged, plain):
+    """A group begins with one opening, but there is room for the answers of few."""
+    asked = requests(prompts[1:3], replace(FREE, max_tokens=60), repeats=4)
+    wanted = plain(asked)
+    begun = [
+        replace(
+            r, ids=np.concatenate([r.ids, w.ids[:40]]), first_index=40, opening=len(r.ids),
+            sampling=replace(r.sampling, max_tokens=20),
+        )
+        for r, w in zip(asked, wanted, strict=True)
+    ]  # fmt: skip
+    engine = EmbeddedEngine(model, family, max_sequences=6)
+    paged.budget = 14 * engine.cache.bytes_per_page
+    evicted, evict = [], engine.scheduler._evict
+    engine.scheduler._evict = lambda sequence: evicted.append(evict(sequence))
+    for one, whole in zip(generate(engine, begun), wanted, strict=True):
+        assert one.ids.tolist() == whole.ids[40:].tolist()
+        assert np.abs(one.logprobs - whole.logprobs[40:]).max() < 1e-5
+    assert evicted and engine.cache.pages.count == 14 and empty(engine)
+    for request in begun:
+        engine.submit(request)
+    while not engine.scheduler.jobs:
+        engine.poll()
+    for request in begun:  # while the opening is read, or what follows it
+        engine.abort(request.key)
+    assert {c.finish for c in drain(engine)} == {"aborted"} and empty(engine)
+
+
 def test_a_request_larger_than_the_memory_is_refused_alone(model, family, prompts, paged, plain):
     small, large, other = requests(prompts[:1])
     wanted = plain([small, other])

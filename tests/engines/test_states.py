@@ -61,6 +61,25 @@ def test_branches_and_turns_begin_with_states(made, paged, monkeypatch, room):
     assert len(cache.states.free) == cache.state_rows and cache.pages.free == cache.pages.count
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_answers_that_were_interrupted_share_the_states_of_their_opening(made, paged, monkeypatch, kernels):
+    family, model = made
+    questions = asked(family, lengths=(16, 37), repeats=3, max_tokens=12)
+    _, whole = answers_of(model, family, questions, kernels, monkeypatch)
+    begun = [
+        replace(
+            q, ids=np.concatenate([q.ids, a.ids[:n]]), first_index=n, opening=len(q.ids),
+            sampling=replace(q.sampling, max_tokens=12 - n),
+        )
+        for n, q, a in zip((0, 3, 7) * 2, questions, whole, strict=True)
+    ]  # fmt: skip
+    engine, got = answers_of(model, family, begun, kernels, monkeypatch)
+    for one, all_of_it in zip(got, whole, strict=True):
+        assert one.ids.tolist() == all_of_it.ids[-len(one.ids) :].tolist()
+    engine.scheduler.prefix_cache.drop_all()
+    assert len(engine.cache.states.free) == engine.cache.state_rows
+
+
 def test_a_turn_behind_a_stop_string_is_computed_again(made, paged, monkeypatch):
     """The device drew on behind it, so its state has read too much."""
     family, model = made

@@ -15,6 +15,7 @@ from saccade.rollout.collect import Pool
 from saccade.rollout.episode import Limits, Play
 from saccade.run.loggers import read_metrics
 from saccade.types import Message, Sample, Sampling, Source
+from tests.engines.asked import counted
 
 LONG = {
     "rollout__max_tokens": 24, "rollout__max_sequences": 8, "run__max_steps": 5, "train__prompts_per_step": 3,
@@ -68,6 +69,24 @@ def test_what_is_interrupted_goes_on_as_if_it_had_not_been(turns, model, family,
         assert one.key == other.key and np.array_equal(one.ids, other.ids) and one.end_reason == other.end_reason
         assert np.allclose(one.logprobs, other.logprobs, atol=1e-5, equal_nan=True)
         assert [list(ids) for ids in one.support] == [list(ids) for ids in other.support]
+
+
+def test_an_interrupted_group_reads_its_picture_once(load, family, play, image):
+    model, parts = load("qwen2_5_vl"), (image(112, 84, 1), "What is this?")
+    sample = Sample(id="q", messages=(Message(role="user", parts=parts),))
+    engine, how = EmbeddedEngine(model, family), play()
+    pool = Pool(engine)
+    started = pool.start([sample], how, repeats=8)
+    for _ in range(6):
+        pool._poll()
+    pool.interrupt()
+    engine.sleep()
+    begun = [len(one.beginning.ids) for one in started.heard().values()]
+    with counted(model) as calls:
+        pool.finish(started)
+    prompt = len(family.render(sample.messages))
+    assert calls[:2] == [(prompt, 1), (sum(begun), 0)] and min(begun) > 3
+    assert max(calls[2:]) == (8, 0)
 
 
 def test_a_pool_is_polled_in_the_background_and_its_errors_reach_the_caller(model, family, play, scripted, brief):

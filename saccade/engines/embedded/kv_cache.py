@@ -288,12 +288,11 @@ class KVCache:
         inner: AttentionPlan
         if not cached.any():
             inner = forest_plan(starts, np.full(len(new), -1), self.device, self.dtype, blocks=blocks)
-        elif self.kernels is None:
-            inner = self._over_whole_pages(slots, cached, new, blocks)
+        elif self.kernels is None and (new == 1).all() and blocks is None:
+            inner = self._over_whole_pages(slots, cached)
         else:
             inner = self._over_pages(slots, starts, cached + new, blocks)
-        # Where to write: indices in the pool for the kernels; pages and offsets for torch.
-        where = tuple(map(self._tensor, (places,) if self.kernels else np.divmod(places, self.pages.page)))
+        where = self._where(places)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
             if self.shape.layers[layer].source != layer:
@@ -312,7 +311,7 @@ class KVCache:
     ) -> AttentionPlan:
         """New tokens of sequences with cached tokens: each attends to all tokens before it in its pages."""
         ends = np.concatenate([[0], lengths.cumsum()])
-        index = self._tensor(self.pages.places(slots, np.zeros_like(lengths), lengths))
+        index = self._where(self.pages.places(slots, np.zeros_like(lengths), lengths))
         cu_q, cu_k = (self._tensor(each.astype(np.int32)) for each in (starts, ends))
         longest = int(np.diff(starts).max()), int(lengths.max())
         numbers = None
@@ -322,7 +321,11 @@ class KVCache:
             numbers = self._tensor(own)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
-            keys, values = (tensors[layer].flatten(0, 1).index_select(0, index) for tensors in (self.keys, self.values))
+            pools = self.keys[layer], self.values[layer]
+            if self.kernels is None:
+                keys, values = (pool[index] for pool in pools)
+            else:
+                keys, values = (pool.flatten(0, 1).index_select(0, index[0]) for pool in pools)
             inside = numbers if blocks is not None and blocks.applies_to(window) else None
             usual = inside is None and (window is None or window > 0) and q.shape[-1] <= LARGEST_FLASH_HEAD
             if q.is_cuda and q.dtype in HALF and usual:
@@ -335,10 +338,8 @@ class KVCache:
 
         return attend
 
-    def _over_whole_pages(
-        self, slots: np.ndarray, cached: np.ndarray, new: np.ndarray, blocks: Blocks | None
-    ) -> AttentionPlan:
-        """The same if a page holds a sequence: one new token each while decoding, several for a turn."""
+    def _over_whole_pages(self, slots: np.ndarray, cached: np.ndarray) -> AttentionPlan:
+        """One new token each, if a page holds a sequence."""
         numbers = self.pages.table[slots, 0].astype(np.int64)
         top = int(numbers.max()) + 1
         read: Tensor | slice = slice(0, top)
@@ -346,53 +347,43 @@ class KVCache:
         count, row_of = top, numbers
         if top > 2 * len(slots):
             read, count, row_of = self._tensor(numbers), len(slots), np.arange(len(slots))
-        width, length = int(new.max()), int((cached + new).max())
-        owner = np.repeat(np.arange(len(slots)), new)
-        offsets = np.arange(len(owner)) - np.repeat(new.cumsum() - new, new)
+        length = int(cached.max()) + 1
         # An idle row reads its first key, so no softmax is empty.
-        last = np.zeros((count, width), dtype=np.int64)
-        last[row_of[owner], offsets] = cached[owner] + offsets
-        key_places = np.arange(length)[None, None, :]
-        causal = key_places <= last[:, :, None]
+        last = np.zeros((count, 1), dtype=np.int64)
+        last[row_of, 0] = cached
         masks: dict[Window, Tensor] = {}
 
         def mask_of(window: Window) -> Tensor:
-            """[rows, 1, width, length]"""
-            mask = causal
-            if blocks is not None and blocks.applies_to(window):
-                own = np.full((count, length), -1)
-                own[row_of[owner], cached[owner] + offsets] = blocks.numbers
-                queries = np.take_along_axis(own, last, 1)
-                mask = mask | ((queries[:, :, None] == own[:, None, :]) & (queries >= 0)[:, :, None])
+            """[rows, 1, 1, length]"""
+            mask = (places := np.arange(length)) <= last
             if window is not None:
-                mask = mask & (key_places >= first_seen(last, window)[:, :, None])
-            return self._tensor(mask)[:, None]
+                mask = mask & (places >= first_seen(last, window))
+            return self._tensor(mask)[:, None, None]
 
-        places = row_of[owner] * width + offsets  # of new tokens among the padded queries
-        full = len(places) == count * width and bool((np.diff(places) == 1).all())
-        index = None if full else self._tensor(places)
+        full = len(slots) == count and bool((np.diff(row_of) == 1).all())
+        index = None if full else self._tensor(row_of)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
             if window not in masks:
                 masks[window] = mask_of(window)
             keys, values = (tensors[layer][read, :length].transpose(1, 2) for tensors in (self.keys, self.values))
             heads, size = q.shape[1:]
-            groups = heads // k.shape[1]
             padded = q
             if index is not None:
-                padded = q.new_zeros((count * width, heads, size))
+                padded = q.new_zeros((count, heads, size))
                 padded[index] = q
             # Query heads that share a key head become queries of that head: no copy of the cache is
             # ever expanded.
-            padded = padded.view(count, width, k.shape[1], groups, size).permute(0, 2, 3, 1, 4)
-            padded = padded.reshape(count, k.shape[1], groups * width, size)
-            mask = masks[window] if width == 1 else masks[window].repeat(1, 1, groups, 1)
-            out = sdpa(padded, keys, values, attn_mask=mask, scale=scale)
-            out = out.view(count, k.shape[1], groups, width, v.shape[-1]).permute(0, 3, 1, 2, 4)
-            out = out.reshape(count * width, heads, v.shape[-1])
+            padded = padded.view(count, k.shape[1], heads // k.shape[1], size)
+            out = sdpa(padded, keys, values, attn_mask=masks[window], scale=scale)
+            out = out.reshape(count, heads, v.shape[-1])
             return out if index is None else out[index]
 
         return attend
+
+    def _where(self, places: np.ndarray) -> tuple[Tensor, ...]:
+        """Indices in the pool for the kernels; pages and offsets for torch."""
+        return tuple(map(self._tensor, (places,) if self.kernels else np.divmod(places, self.pages.page)))
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return to_device(array, self.device)

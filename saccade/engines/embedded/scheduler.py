@@ -44,9 +44,10 @@ class Scheduler:
         return len(self.waiting) + len(self.running) + len(self.aborted)
 
     def submit(self, request: Request) -> None:
-        # Requests share a prompt only if it may be computed with the same weights.
+        # Requests share an opening only if it may be computed with the same weights.
         assert request.key not in self.waiting, f"request {request.key} was submitted twice"
-        self.waiting[request.key] = Sequence(request=request, prefill_key=(self.version, prompt_key(request)))
+        key = prompt_key(request, request.opening)
+        self.waiting[request.key] = Sequence(request=request, prefill_key=(self.version, key))
 
     def abort(self, key: str) -> None:
         if key in self.running:
@@ -161,20 +162,17 @@ class Scheduler:
         pages = self.cache.pages
         if pages.pages_for(_most_tokens(sequence.request)) > pages.table.shape[1]:
             return False
-        tokens = len(sequence.request.ids) + sequence.sampled
-        fresh = turn is None and not sequence.sampled
+        needed = int(pages.pages_for(len(sequence.request.ids) + sequence.sampled))
         if self.cache.kernels is not None:
             # One spare page per running sequence: admitting one should not evict another at once.
             spare = len(self.running) - len(self.evicted)
         else:  # pages for members that get a copy of a prompt when it is complete
             spare = sum(len(job.members) - (job.prefix is None) for job in self.jobs.values())
         while True:
-            if fresh and (sequence.prefill_key in self.jobs or sequence.prefill_key in self.prefix_cache.prefixes):
-                needed = 1  # all but the last page are shared
-            else:
-                held = 0 if turn is None else len(turn.pages)
-                needed = int(pages.pages_for(tokens)) - held
-            if needed + spare <= pages.free and (sequence.slot >= 0 or self.cache.has_row(turn)):
+            held = 0 if turn is None else len(turn.pages)
+            if sequence.prefill_key in self.jobs or sequence.prefill_key in self.prefix_cache.prefixes:
+                held = held or (sequence.opening - 1) // pages.page  # all but its last page are shared
+            if needed - held + spare <= pages.free and (sequence.slot >= 0 or self.cache.has_row(turn)):
                 return True
             if not self.prefix_cache.drop_one():  # this may drop the very prompt that would be shared
                 return False
@@ -182,29 +180,28 @@ class Scheduler:
     # -- prompts --
 
     def _begin(self, sequence: Sequence) -> int:
-        """Start a prefill job, or join one with the same prompt. Returns the tokens it adds."""
-        alone = sequence.cached_prompt or sequence.sampled
-        key = sequence.request.key if alone else sequence.prefill_key
+        """Start a job for the opening, or join one; or for all behind what is cached. Returns the tokens it adds."""
+        cached, media = sequence.cached_prompt, sequence.request.media
+        key = sequence.request.key if cached else sequence.prefill_key
+        ids = np.concatenate([sequence.request.ids, self.outputs.of(sequence)])
+        end = len(ids) if cached else sequence.opening
         if key in self.jobs:
             self.jobs[key].members.append(sequence)
-            return 0
-        ids = sequence.request.ids
-        if alone:
-            ids = np.concatenate([ids, self.outputs.of(sequence)])
+            return len(ids) - end
         prefix = self.prefix_cache.prefixes.get(key)
         if prefix is not None:  # it may be dropped before the job starts
             self.cache.pages.share(prefix.pages)
         else:
-            self.cache.pages.extend(np.array([sequence.slot]), np.array([len(ids)]))
+            self.cache.pages.extend(np.array([sequence.slot]), np.array([end]))
         job = self.jobs[key] = PrefillJob(
             members=[sequence],
-            ids=ids,
-            positions=self.family.positions(ids, sequence.request.media),
-            cached=sequence.cached_prompt,
+            ids=ids[:end],
+            positions=self.family.positions(ids, media)[:, :end],
+            cached=cached,
             hidden=None if prefix is None else prefix.hidden,
             prefix=prefix,
         )
-        return job.left
+        return job.left + len(ids) - end
 
     def next_parts(self) -> list[Part]:
         """Pieces of prompts for one forward, about `prefill_tokens` together. Without kernels no prompt is
@@ -234,11 +231,11 @@ class Scheduler:
         return [[(job, cut)], parts] if self.cache.kernels and job.cached < cut < end else None
 
     def start(self) -> list[tuple[Tensor, list[Sequence]]]:
-        """Let all members of complete jobs begin with the computed prompt. Returns the last hidden state
-        of each prompt, and the members that draw from it.
+        """Let all members of complete jobs begin with what was computed; those with further tokens prefill these next.
+        Returns the last hidden state of each job, and the members that draw from it.
         """
         done = {key: job for key, job in self.jobs.items() if job.hidden is not None}
-        groups, started, wanted = [], [], {s.prefill_key for s in self.waiting.values()} if done else set()
+        groups, wanted = [], {s.prefill_key for s in self.waiting.values()} if done else set()
         for key, job in done.items():
             del self.jobs[key]
             assert job.hidden is not None
@@ -250,7 +247,6 @@ class Scheduler:
                 kept = Prefix(pages=self.cache.pages.share(pages), hidden=job.hidden)
                 self.prefix_cache.prefixes[key] = kept
             groups.append((job.members[0].slot, pages, len(job.ids), others))
-            started.append((job.hidden, job.members))
             for sequence in job.members:
                 sequence.rope_delta, sequence.ready = job.rope_delta, True
         self._evict_without_page(groups)
@@ -261,7 +257,22 @@ class Scheduler:
         unwanted = [key for key in self.prefix_cache.prefixes if key not in wanted] if done else []
         for key in unwanted:  # no waiting request begins with these prompts
             self.prefix_cache.drop(key)
-        return [(hidden, [s for s in members if s.ready]) for hidden, members in started]
+        return [
+            (job.hidden, [s for s in job.members if s.ready and not self._go_on(s, len(job.ids))])
+            for job in done.values()
+            if job.hidden is not None
+        ]
+
+    def _go_on(self, sequence: Sequence, cached: int) -> bool:
+        """Prefill the further tokens of a sequence next, if there are pages for them. Returns whether it has any."""
+        length, pages = sequence.cached + 1, self.cache.pages
+        if length > cached and not sequence.aborted:
+            sequence.ready, sequence.cached_prompt = False, cached
+            if pages.lacking(np.array([sequence.slot]), np.array([length])) <= pages.free:
+                self._begin(sequence)
+            else:
+                self._evict(sequence)
+        return length > cached
 
     # -- short of pages --
 

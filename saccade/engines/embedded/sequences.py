@@ -20,15 +20,19 @@ class Sequence:
     """
 
     request: Request
-    prefill_key: tuple[int, Any]  # (version of its first key, prompt); requests with equal keys share a prefill
+    prefill_key: tuple[int, Any]  # (version of its first key, opening); requests with equal keys share its prefill
     slot: int = -1
-    cached_prompt: int = 0  # tokens of its prompt that a kept turn has cached
+    cached_prompt: int = 0  # its first tokens that are cached before its own prefill: a kept turn, or the opening
     rope_delta: int = 0  # position id of a new token, minus its index
     sampled: int = 0
     searched: int = 0  # sampled tokens in which stop strings were looked for
     ready: bool = False  # all but its last token is cached, so it can decode
     aborted: bool = False
     support: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def opening(self) -> int:
+        return len(self.request.ids[: self.request.opening])
 
     @property
     def cached(self) -> int:
@@ -72,7 +76,7 @@ class IdleTurn:
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """A computed prompt that is kept because waiting requests begin with it."""
+    """A computed opening that is kept because waiting requests begin with it."""
 
     pages: np.ndarray
     hidden: Tensor
@@ -80,8 +84,8 @@ class Prefix:
 
 @dataclass(kw_only=True)
 class PrefillJob:
-    """A prompt being computed, perhaps piece by piece, for all members that begin with it. It fills
-    the pages of the first member, unless a kept prefix has all of it.
+    """An opening being computed, perhaps piece by piece, for all members that begin with it, or the rest of one
+    sequence. It fills the pages of the first member, unless a kept prefix has all of it.
     """
 
     members: list[Sequence]

@@ -82,7 +82,7 @@ class Replicas(Engine):
 
     def submit(self, request: Request) -> None:
         assert request.key not in self._tasks, f"request {request.key} was submitted twice"
-        self._tasks[request.key] = _Task(request=request, prompt_key=prompt_key(request))
+        self._tasks[request.key] = _Task(request=request, prompt_key=prompt_key(request, request.opening))
 
     def poll(self) -> list[Completion]:
         serving = not self.pending or any(not task.aborted for task in self._tasks.values())
