@@ -382,8 +382,15 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
     ray_machines, tmp_path, recipe, alone, monkeypatch
 ):
     """Four ranks, an engine and a reward worker beside them; for two ranks and another engine there is room on one
-    machine. The worker kills itself and is replaced; then it has no room, and stays with the run.
+    machine. The worker kills itself and is replaced; then it has no room, and stays with the run. Before: two ranks
+    train while an engine runs a step ahead.
     """
+    beside = {"run__gpus": 2, "run__launcher": "ray", "rollout__replicas": 1, "rollout__ahead": 1}
+    rl.run(recipe(tmp_path, run__name="ahead", run__max_steps=3, **beside))
+    ages = [row["data/staleness_max"] for row in read_metrics(tmp_path / "ahead") if "data/staleness_max" in row]
+    stored = sampled(tmp_path / "ahead")
+    assert (ages, len(stored), len({row[0] for row in stored})) == ([0, 1, 1], 48, 12)
+    assert "process " in (tmp_path / "ahead" / "engine-0.log").read_text()
     train_step, calls = RankTrainer.train_step, list[int]()
 
     def disturbing(self: RankTrainer, *arguments: Any, **more: Any) -> Any:
