@@ -6,15 +6,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from saccade.config import load
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import SingleTurn, Step
 from saccade.errors import ConfigError
-from saccade.recipes import rl, rl_rollout
+from saccade.plugins.reward_models.learned_reward import load_learned
+from saccade.recipes import model_setup, rl, rl_rollout
 from saccade.recipes.rollouts_ahead import Draw, RolloutsAhead
+from saccade.rewards.reward_sample import reward_sample
 from saccade.rollout.collect import Pool
 from saccade.rollout.episode import Limits, Play
+from saccade.rollout.scoring import seen_by_reward
 from saccade.run.loggers import read_metrics
 from saccade.types import Message, Sample, Sampling, Source
+from tests.endpoints import chat_answer, scripted, shown_to_judge
 from tests.engines.asked import counted
 
 LONG = {
@@ -264,6 +269,37 @@ def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, same_w
     with pytest.raises(ConfigError, match=r"rollout\.keep_keys: has no effect without .*use rollout\.replicas=1"):
         rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, rollout__keep_keys=True))
     assert not Path(tmp_path / "run").exists()
+
+
+def test_judges_and_reward_models_score_what_ran_ahead(rl_config, tmp_path, monkeypatch):
+    """Each answer has the verdict on its own text, and the score that the model gives it alone."""
+    found, learned = {}, {"verifier": "model", "weight": 0.1, "args": {"path": "tiny:qwen2_vl"}}
+    sample_groups = rl_rollout.sample_groups
+
+    def noted(sampler, *given, step):
+        rollouts = sample_groups(sampler, *given, step=step)
+        found[step] = [(group.sample, t) for group in rollouts.groups for t in group.trajectories]
+        return rollouts
+
+    def digits(text):
+        return sum(map(str.isdigit, text)) % 2
+
+    monkeypatch.setattr(rl, "sample_groups", noted)
+    with scripted(lambda body: chat_answer(f"Score: {digits(shown_to_judge(body)[1])}")) as judge:
+        options = rl_config(tmp_path, **LONG, rollout__ahead=1, reward__self_test="off")
+        options |= {"reward.judge.url": judge.url, "reward.judge.model": "m"}
+        options |= {"reward.terms": [{"verifier": "judge", "args": {"order": ["whole"]}}, learned]}
+        rl.run(options)
+    model = load_learned(load(options), "tiny:qwen2_vl")
+    own = model_setup.family_of(load(options), load(options).model.path)
+    for told in found.values():
+        seen = [seen_by_reward(reward_sample(sample, ""), t, own) for sample, t in told]
+        assert [t.parts["model"] for _, t in told] == pytest.approx(model.score(seen), abs=1e-4)
+        assert [t.parts["judge"] for _, t in told] == [digits(t.extracted or "") for _, t in told]
+        assert all(t.reward == pytest.approx(t.parts["judge"] + 0.1 * t.parts["model"]) for _, t in told)
+    rows = read_metrics(tmp_path / "run")
+    assert {t.parts["judge"] for told in found.values() for _, t in told} == {0.0, 1.0} and len(found) == 5
+    assert max(row["data/staleness_max"] for row in rows) == 1 and all(row["policy/grad_norm"] > 0 for row in rows)
 
 
 def test_what_was_recorded_after_a_checkpoint_is_forgotten(tmp_path):
