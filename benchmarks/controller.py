@@ -164,7 +164,7 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
     algorithm = algorithm_of(config)
     team, others = start_team(gpus, folder)
     policy = RankTrainer(config, team, load_family(model))
-    absent: dict[str, Any] = dict.fromkeys(("ahead", "stream", "quarantine", "play", "watch", "phase"))
+    absent: dict[str, Any] = dict.fromkeys(("ahead", "stream", "quarantine", "setup_of", "watch", "phase"))
     sampler = Sampler(
         engine=team,
         family=policy.family,

@@ -35,7 +35,7 @@ from saccade.environments.texts import render_parts
 from saccade.media.images import crop
 from saccade.recipes import model_setup, questions
 from saccade.rollout.collect import collect
-from saccade.rollout.episode import Limits, Play
+from saccade.rollout.episode import EpisodeSetup, Limits
 from saccade.types import Completion, Group, Message, Request, Sample, Sampling
 
 TOKENS_OF_A_STOP = 140  # one in so many random words of the vocabulary begins with a given "w60"
@@ -113,7 +113,7 @@ def measure(
     groups = collect(
         watched,  # type: ignore[arg-type]
         samples,
-        Play(
+        EpisodeSetup(
             environment=lambda: Looking(turns),
             family=family,
             sampling=Sampling(max_tokens=16 * work["new"], stop=stops),

@@ -17,7 +17,7 @@ from works import gpu_peak_gib, parse, write_result
 
 from saccade.config import load
 from saccade.engines.embedded import EmbeddedEngine
-from saccade.recipes import model_setup, parts, questions
+from saccade.recipes import model_setup, questions, run_parts
 from saccade.rollout.collect import collect
 
 
@@ -44,7 +44,7 @@ def main() -> None:
             groups = collect(
                 engine,
                 data.samples[work["prompts"] * step :][: work["prompts"]],
-                parts.play_of(loaded, family, parts.rollout_sampling(loaded), f"benchmark/{step}"),
+                run_parts.episode_setup(loaded, family, run_parts.rollout_sampling(loaded), f"benchmark/{step}"),
                 repeats=work["samples"],
             )
             engine.sleep()

@@ -143,7 +143,7 @@ class Table(MutableMapping[str, Row]):
 
     def __getitem__(self, key: str) -> Row:
         if key not in self._rows:
-            found = _elsewhere(self.name)[key]
+            found = _plugin_rows(self.name)[key]
             row = _load(self.name, found)
             self._rows[key] = self._adapt(key, row) if self._adapt else row
         return self._rows[key]
@@ -155,14 +155,14 @@ class Table(MutableMapping[str, Row]):
         del self._rows[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._rows or key in _elsewhere(self.name)
+        return key in self._rows or key in _plugin_rows(self.name)
 
     def __iter__(self) -> Iterator[str]:
-        others = _elsewhere(self.name)  # last, so the order does not depend on what was imported
+        others = _plugin_rows(self.name)  # last, so the order does not depend on what was imported
         return iter([*(key for key in self._rows if key not in others), *others])
 
     def __len__(self) -> int:
-        return len({**self._rows, **_elsewhere(self.name)})
+        return len({**self._rows, **_plugin_rows(self.name)})
 
 
 class Place(NamedTuple):
@@ -175,7 +175,7 @@ class Place(NamedTuple):
 
 
 @cache
-def _elsewhere(table: str) -> dict[str, Any]:
+def _plugin_rows(table: str) -> dict[str, Any]:
     """Locations of rows outside the spine, by name. A plugin wins over a package that uses the same name."""
     points: dict[str, Any] = {point.name: point for point in _installed(f"saccade.{table}")}
     for _, place, rows in (ours for ours in PLUGINS if ours[0] == table):

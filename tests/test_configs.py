@@ -18,7 +18,7 @@ from saccade.data import datasets
 from saccade.plugins.families.tiny_kinds import ALL
 from saccade.plugins.generate import generate
 from saccade.plugins.smoke.smoke import NAMES, model_type, smoke, with_examples
-from saccade.recipes import parts
+from saccade.recipes import run_parts
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS, VERIFIERS
@@ -188,7 +188,7 @@ def test_a_right_answer_in_the_shape_that_is_asked_for_earns_everything(rewards_
             alike[key].append((name, config))  # the worker of a scorer takes seconds to start
     least = {}
     for (_, form), recipes in alike.items():
-        scorer = parts.make_scorer(recipes[0][1])
+        scorer = run_parts.make_scorer(recipes[0][1])
         assert scorer is not None
         with scorer:
             for name, config in recipes:

@@ -14,7 +14,7 @@ from saccade.errors import ConfigError
 from saccade.models import experts
 from saccade.models.families import Family
 from saccade.models.load import pick_dtype
-from saccade.recipes import model_setup, parts
+from saccade.recipes import model_setup, run_parts
 from saccade.rollout.episode import Limits
 from saccade.trainer import Trainer
 from saccade.types import Sample
@@ -80,7 +80,7 @@ def longest_sequence(config: Config) -> int:
 
 
 def _limits(config: Config) -> list[Limits]:
-    return [parts.limits_of(config, evaluation=evaluation) for evaluation in (False, True)]
+    return [run_parts.limits_of(config, evaluation=evaluation) for evaluation in (False, True)]
 
 
 def require_capabilities(config: Config, engine: Engine) -> None:

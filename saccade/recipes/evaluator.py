@@ -17,12 +17,12 @@ from saccade.data.datasets import Dataset
 from saccade.engines import Engine
 from saccade.environments import gives_rewards
 from saccade.models.families import Family
-from saccade.recipes import accuracy, parts
+from saccade.recipes import accuracy, run_parts
 from saccade.recipes.accuracy import Scores, Table
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import Pool
-from saccade.rollout.episode import Limits, Play
+from saccade.rollout.episode import EpisodeSetup, Limits
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.run.console import unscored
 from saccade.run.metrics import episode_metrics, without_scores
@@ -56,7 +56,7 @@ class Evaluator:
     sampling: Sampling  # of sets without settings of their own
     by_set: Mapping[str, tuple[int, Sampling]]  # sets with settings of their own: (responses per question, sampling)
     limits: Limits
-    play: Callable[[Sampling, str], Play]  # (sampling, name that seeds the noise)
+    setup_of: Callable[[Sampling, str], EpisodeSetup]  # (sampling, name that seeds the noise)
     quarantine: Quarantine
     progress: Progress
 
@@ -79,7 +79,7 @@ class Evaluator:
         stream, pool = RewardStream(scorer, family), rollout_pool or Pool(self.engine)
         started = pool.start(
             samples,
-            self.play(sampling, seed),
+            self.setup_of(sampling, seed),
             repeats=repeats,
             name=name,
             on_finish=stream.submit,
@@ -134,10 +134,12 @@ def read_of(config: Config, family: Family) -> dict[str, Any]:
     """The fields of an `Evaluator` that follow from the config."""
     return {
         **{"env": config.env, "reward": config.reward, "val": config.val},
-        "sampling": parts.validation_sampling(config, config.val),
-        "by_set": {name: (val.n, parts.validation_sampling(config, val)) for name, val in val_by_set(config).items()},
-        "limits": parts.limits_of(config, evaluation=True),
-        "play": partial(parts.play_of, config, family, evaluation=True),
+        "sampling": run_parts.validation_sampling(config, config.val),
+        "by_set": {
+            name: (val.n, run_parts.validation_sampling(config, val)) for name, val in val_by_set(config).items()
+        },
+        "limits": run_parts.limits_of(config, evaluation=True),
+        "setup_of": partial(run_parts.episode_setup, config, family, evaluation=True),
     }
 
 

@@ -26,13 +26,13 @@ from saccade.config import Config, load
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
-from saccade.recipes import model_setup, parts, questions
+from saccade.recipes import model_setup, questions, run_parts
 from saccade.recipes.engines import check_parity
 from saccade.recipes.rl_rollout import Rollouts, rollout_metrics, sample_groups
 from saccade.recipes.rl_setup import set_up
 from saccade.recipes.rl_update import Learners, update_models
 from saccade.registry import HOOKS
-from saccade.rollout.scoring import unread
+from saccade.rollout.scoring import missing_answer
 from saccade.run import checkpoint
 from saccade.run.metrics import signal_metrics
 from saccade.run.training_run import Run
@@ -61,7 +61,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     HOOKS["require_reward_models"](config)
     data = questions.load_prompts(config, config.data.train, family)
     doubts = preflight(config, family, data.samples) if preflight else []
-    about = parts.manifest(family, data, config)
+    about = run_parts.manifest(family, data, config)
     with Run(config, "rl", about, algorithm) as this, ThreadPoolExecutor(1, "count") as background:
         for text in (data.summary, describe(algorithm), *doubts):
             log.info(text)
@@ -104,7 +104,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             metrics.merge(counted.result(), selected, *(count.result() for count in measured), learned)
             state = algorithm_state.after_step(state, steered, metrics)
             setup.surplus.groups = rollouts.surplus
-            sampler.ahead.keep()
+            sampler.ahead.snapshot()
             progress = replace(
                 progress.with_scores(rollouts.scores),
                 step=step,
@@ -115,7 +115,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             if every and (step % every == 0 or step in (1, this.total)):
                 stored = annotate.show_columns(groups[: config.track.trajectories_groups], updates)
                 this.display.store(stored, step=step, scores=progress.scores)
-            missed = unread(rollouts.scored, sampler.scorer, family)
+            missed = missing_answer(rollouts.scored, sampler.scorer, family)
             last = this.finish_step(progress, metrics.means() | work.result()(), validation, missed)
         return last
 

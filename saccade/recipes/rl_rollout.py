@@ -22,7 +22,7 @@ from saccade.recipes.accuracy import Scores, items_of, score_terms
 from saccade.recipes.failures import check_errors
 from saccade.recipes.rollouts_ahead import Begun, Draw, RolloutsAhead
 from saccade.rewards.scorer import Scorer
-from saccade.rollout.episode import Play
+from saccade.rollout.episode import EpisodeSetup
 from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.run.metrics import group_metrics
 from saccade.run.quarantine import Quarantine
@@ -55,7 +55,7 @@ class Sampler:
     reward: RewardConfig
     algorithm: Algorithm
     prompts: int  # per step
-    play: Callable[[str], Play]  # name of a draw → Play
+    setup_of: Callable[[str], EpisodeSetup]  # name of a draw
     work: Callable[[Trainer, Sequence[Group]], Mapping[str, float]]  # FLOPs and bytes of sampling these groups
     watch: Callable[[int, int], None]  # progress callback (done, total); may raise to stop
     phase: Callable[[str], AbstractContextManager[object]]
@@ -98,7 +98,7 @@ class Sampler:
         rewards = RewardStream(self.scorer, family, step=draw.step)
         started = ahead.pool.start(
             draw.samples,
-            self.play(draw.name),
+            self.setup_of(draw.name),
             repeats=self.algorithm.samples_per_prompt,
             greedy=self.algorithm.estimator.greedy,
             name=f"{draw.name}|",

@@ -18,7 +18,7 @@ from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
 from saccade.errors import ConfigError
 from saccade.models.families import Family
-from saccade.recipes import model_setup, parts, questions
+from saccade.recipes import model_setup, questions, run_parts
 from saccade.recipes.engines import make_engine, require_capabilities
 from saccade.recipes.rl_rollout import Sampler
 from saccade.recipes.rl_update import Learners
@@ -64,12 +64,12 @@ class Setup:
 
 
 def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run) -> Setup:
-    parts.environments_of(config, family)  # raises here instead of in the first rollout
+    run_parts.environments_of(config, family)  # raises here instead of in the first rollout
     record, replay = _record_folders(config, run)
-    scorer = parts.make_scorer(config, algorithm)
+    scorer = run_parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
-    parts.test_rewards(config, scorer, data.samples)
-    parts.check_algorithm(algorithm, scorer, data.samples, ahead=config.rollout.ahead)
+    run_parts.test_rewards(config, scorer, data.samples)
+    run_parts.check_algorithm(algorithm, scorer, data.samples, ahead=config.rollout.ahead)
     trainer = model_setup.start_policy(run, family)
     HOOKS["place_reward_models"](scorer, trainer)
     stream = Stream(data, seed=config.run.seed, config=config.data)
@@ -104,7 +104,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
             reward=config.reward,
             algorithm=algorithm,
             prompts=config.train.prompts_per_step,
-            play=partial(parts.play_of, config, family, parts.rollout_sampling(config, algorithm)),
+            setup_of=partial(run_parts.episode_setup, config, family, run_parts.rollout_sampling(config, algorithm)),
             work=partial(HOOKS["rollout_work"], config=config),
             watch=run.watch,
             phase=run.display.console.phase,

@@ -79,7 +79,7 @@ class RolloutsAhead:
         self._named = (step, self._named[1] + 1 if self._named[0] == step else 1)
         return "{}/{}".format(*self._named)
 
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """At the end of a step: take the snapshot of started draws that a checkpoint stores."""
         self._saved = [*(draw._replace(heard=started.heard()) for draw, started, _ in self.begun), *self.stored]
 

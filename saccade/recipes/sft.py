@@ -15,7 +15,7 @@ from saccade.algorithms.build import resolve
 from saccade.config import AlgorithmConfig
 from saccade.forest.batch import Batch
 from saccade.forest.packing import pack
-from saccade.recipes import model_setup, offline_loop, parts, questions
+from saccade.recipes import model_setup, offline_loop, questions, run_parts
 from saccade.recipes.to_trajectory import dialogue, document
 from saccade.registry import HOOKS
 from saccade.run.training_run import Run
@@ -47,7 +47,7 @@ def run(config: Any) -> dict[str, Any]:
         batches = pack(rows, micro_tokens=config.train.micro_tokens, dp_size=job.trainer.dp_size)
         return select.write_supervision(batches), loss
 
-    with Run(config, "sft", parts.manifest(family, data, config)) as this:
+    with Run(config, "sft", run_parts.manifest(family, data, config)) as this:
         if sft.reward_tag is not None and sets:
             sets = HOOKS["asking_for_the_best"](sft.reward_tag, data, sets)
         job = offline_loop.set_up(this, family, data, questions=sets)

@@ -9,13 +9,13 @@ from saccade.config import Config
 from saccade.data.datasets import Dataset
 from saccade.engines import Engine
 from saccade.models.families import Family
-from saccade.recipes import parts
+from saccade.recipes import run_parts
 from saccade.recipes.engines import check_parity, make_engine
 from saccade.recipes.evaluator import Evaluator, Result, describe, read_of
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import Pool
-from saccade.rollout.scoring import unread
+from saccade.rollout.scoring import missing_answer
 from saccade.run.training_run import Measured, Run
 from saccade.trainer import Trainer
 
@@ -89,7 +89,7 @@ class Validation:
         assert evaluator is not None
         for result in results:
             log.info(f"step {step}  {describe(result)}")
-            shown_answers = unread(result.groups, evaluator.scorer, evaluator.family)
+            shown_answers = missing_answer(result.groups, evaluator.scorer, evaluator.family)
             for about, line in HOOKS["diagnose_answers"](result.metrics, shown_answers).items():
                 advice.setdefault(about, f"{result.name}: {line}")
         most = evaluator.val.log_generations
@@ -114,11 +114,11 @@ def make_evaluator(run: Run, policy: Trainer, sets: Mapping[str, Dataset]) -> Ev
         if config.reward.given:
             log.info("reward scores nothing here: no set of data.val has questions to be answered")
         return None
-    scorer = parts.make_scorer(config)
+    scorer = run_parts.make_scorer(config)
     run.close_at_end(scorer)
     HOOKS["place_reward_models"](scorer, policy)
     for dataset in sets.values():
-        parts.test_rewards(config, scorer, dataset.samples)
+        run_parts.test_rewards(config, scorer, dataset.samples)
     HOOKS["warn_of_rewards"](scorer, sets.values())
     engine = make_engine(config, policy, logs=run.folder.path)
     run.close_at_end(engine)

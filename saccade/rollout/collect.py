@@ -4,13 +4,13 @@ Finished trajectories are passed on immediately, so that rewards are computed wh
 returned in the order of the samples and repeats, whatever finished first. Environments in other processes are polled
 between polls of the engine, so nothing blocks on them.
 
-    groups = collect(engine, samples, Play(environment=SingleTurn, …), repeats=8)
+    groups = collect(engine, samples, EpisodeSetup(environment=SingleTurn, …), repeats=8)
 
 A pool holds the episodes of several steps at once. `interrupt` aborts unfinished requests and keeps their tokens; they
 continue later, with the weights of that time and the same noise.
 
     pool = Pool(engine)
-    first, second = (pool.start(samples, play, repeats=8, name=f"{step}|") for step in (1, 2))
+    first, second = (pool.start(samples, setup, repeats=8, name=f"{step}|") for step in (1, 2))
     groups = pool.finish(first)
     pool.interrupt()
 """
@@ -31,7 +31,7 @@ import numpy as np
 
 from saccade.engines import Engine
 from saccade.rollout.env_setup import EnvironmentCall
-from saccade.rollout.episode import GREEDY, Play, episode, episode_key
+from saccade.rollout.episode import GREEDY, EpisodeSetup, episode, episode_key
 from saccade.types import Completion, Group, Request, Sample, Trajectory
 
 IDLE = 0.02  # seconds between two looks at environments in the background
@@ -66,7 +66,7 @@ class Started:
     samples: Sequence[Sample]
     uids: Sequence[str]
     repeats: int
-    play: Play
+    setup: EpisodeSetup
     places: Mapping[str, tuple[int, int]]  # by key: index of the sample, repeat
     running: Mapping[str, _Running]  # also finished ones
     done: dict[tuple[int, int], Trajectory]
@@ -93,7 +93,7 @@ class Pool:
     def start(
         self,
         samples: Sequence[Sample],
-        play: Play,
+        setup: EpisodeSetup,
         *,
         repeats: int,
         greedy: bool = False,
@@ -107,10 +107,10 @@ class Pool:
         which must be unique in the pool. Episodes with completions in `heard` continue after them. `on_mark` gets each
         episode as the smaller turn limits in `limits.marks` would have ended it.
         """
-        plays = dict.fromkeys(range(repeats), play)
+        setups = dict.fromkeys(range(repeats), setup)
         if greedy:
-            likeliest = replace(play.sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False)
-            plays[GREEDY] = replace(play, sampling=likeliest)
+            likeliest = replace(setup.sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False)
+            setups[GREEDY] = replace(setup, sampling=likeliest)
         occurrence: Counter[str] = Counter()
         places: dict[str, tuple[int, int]] = {}
         running: dict[str, _Running] = {}
@@ -119,7 +119,7 @@ class Pool:
             occurrence[sample.id] += 1
             uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}~{occurrence[sample.id]}"
             uids.append(uid)
-            for repeat, how in plays.items():
+            for repeat, how in setups.items():
                 key = f"{name}{episode_key(uid, repeat)}"
                 told = heard.get(key, Heard())
                 own = episode(sample, repeat, uid, how, on_mark and partial(on_mark, sample))
@@ -129,7 +129,7 @@ class Pool:
             samples=samples,
             uids=uids,
             repeats=repeats,
-            play=play,
+            setup=setup,
             places=places,
             running=running,
             done={},
@@ -225,7 +225,7 @@ class Pool:
                     continue
                 whole = replace(whole, finish="length")
             elif len(whole.ids) > len(completion.ids):
-                decode = self._owners[completion.key].play.family.decode
+                decode = self._owners[completion.key].setup.family.decode
                 whole = _until_stop(whole, running.request.sampling.stop, decode)
             self._advance(completion.key, whole)
         while self._waiting and self.engine.pending < self.at_once:
@@ -283,7 +283,7 @@ class Pool:
 def collect(
     engine: Engine,
     samples: Sequence[Sample],
-    play: Play,
+    setup: EpisodeSetup,
     *,
     repeats: int,
     progress: Callable[[int, int], None] | None = None,
@@ -291,7 +291,7 @@ def collect(
 ) -> list[Group]:
     """Run all episodes; returns groups in the order of the samples. Options are those of `Pool.start`."""
     pool = Pool(engine)
-    return pool.finish(pool.start(samples, play, repeats=repeats, **options), progress)
+    return pool.finish(pool.start(samples, setup, repeats=repeats, **options), progress)
 
 
 def _joined(beginning: Completion | None, rest: Completion) -> Completion:

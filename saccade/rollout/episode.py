@@ -52,7 +52,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Play:
+class EpisodeSetup:
     """How to run episodes: their environment, sampling parameters and limits."""
 
     environment: Callable[[], Environment]  # makes one for each episode
@@ -151,17 +151,17 @@ def episode_key(uid: str, repeat: int) -> str:
 
 
 def episode(
-    sample: Sample, repeat: int, uid: str, play: Play, on_mark: Callable[[Trajectory], None] | None = None
+    sample: Sample, repeat: int, uid: str, setup: EpisodeSetup, on_mark: Callable[[Trajectory], None] | None = None
 ) -> Generator[Request | EnvironmentCall, Any, Trajectory]:
     """Runs until the environment is done or a limit is reached; the end reason is always recorded.
 
     Prompts do not mention the turn limit, so an episode under a smaller limit is a prefix of this one. `on_mark` gets
     the trajectory under each limit of `limits.marks` that would have ended this episode.
     """
-    family, sampling, limits = play.family, play.sampling, play.limits
+    family, sampling, limits = setup.family, setup.sampling, setup.limits
     key = episode_key(uid, repeat)
-    noise = noise_key(play.seed, key)
-    session = _Session(environment=play.environment(), limits=limits)
+    noise = noise_key(setup.seed, key)
+    session = _Session(environment=setup.environment(), limits=limits)
     messages, reason = yield from session.begin(sample, noise)
     history, pending, context = _History(messages=messages), False, len(messages)
     history.read(family.render(messages))

@@ -135,7 +135,7 @@ def parsed(extracted: str | None, reason: str) -> bool:
     return extracted is not None or not reason
 
 
-def unread(groups: Sequence[Group], scorer: Scorer | None, family: Family) -> str:
+def missing_answer(groups: Sequence[Group], scorer: Scorer | None, family: Family) -> str:
     """Says where the verifier looks for an answer, and quotes one response without one; empty if every response has
     one.
     """

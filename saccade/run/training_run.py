@@ -89,7 +89,7 @@ class Run:
         self._signal: int | None = None
         self._updating = False  # from the first change of weights to the end of the step
         self._out_of_time = False
-        self._awaited: Callable[[], Measured] | None = None  # a validation that has begun
+        self._pending_validation: Callable[[], Measured] | None = None  # a validation that has begun
 
     def __enter__(self) -> Run:
         """Take the folder, find the checkpoint to resume from, open the display."""
@@ -286,12 +286,12 @@ class Run:
         measured: Mapping[str, float] = {}
         try:
             if self.progress.unvalidated and validation.rollout_pool is not None and self.step < self.total:
-                self._awaited = validation.begin(self.step, progress.scores)
+                self._pending_validation = validation.begin(self.step, progress.scores)
             elif self.progress.unvalidated:
                 measured = self._validate(partial(validation.measure, self.step, progress.scores))
         finally:
             row = self.display.finish_step(self.step, {**metrics, **measured, **self.checkpointer.times()}, unread)
-        if self._awaited is None:
+        if self._pending_validation is None:
             self._save_if_due()
         return row
 
@@ -300,12 +300,12 @@ class Run:
         in a separate row, and the step's checkpoint is saved now if due. If the run ends before that, the resumed run
         validates.
         """
-        if self._awaited is None:
+        if self._pending_validation is None:
             return
-        found = self._validate(self._awaited)
+        found = self._validate(self._pending_validation)
         if self.progress.unvalidated:
             self._stop()
-        self._awaited = None
+        self._pending_validation = None
         self.display.loggers.log(found, self.step)
         self._save_if_due()
 

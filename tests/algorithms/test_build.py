@@ -9,7 +9,7 @@ from saccade.algorithms.describe import describe, explain
 from saccade.algorithms.table import find
 from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.errors import ConfigError
-from saccade.recipes import parts
+from saccade.recipes import run_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -112,9 +112,9 @@ def test_old_log_probs_of_several_updates(algorithm):
 def test_what_weighs_the_tokens_of_rollouts_ahead(algorithm, caplog, overrides, old, chosen, says):
     row = algorithm(*overrides, "rollout.ahead=1")
     assert (row.old, [c.name for c in row.corrections], row.allows_older) == (old, chosen, not says)
-    parts.check_algorithm(row, None, [], ahead=1)
+    run_parts.check_algorithm(row, None, [], ahead=1)
     assert [text.split("; to weigh them, ")[1] for text in caplog.messages] == [says] * bool(says)
-    parts.check_algorithm(row, None, [])
+    run_parts.check_algorithm(row, None, [])
     assert len(caplog.messages) == bool(says)
     assert algorithm("preset=topr").old == "detach" and "kimi                   old=rollout" in explain()
 

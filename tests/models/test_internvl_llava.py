@@ -20,7 +20,7 @@ from saccade.models.load import load_model, negated_weight
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.families import tiny
 from saccade.plugins.media import videos
-from saccade.recipes.parts import environments_of
+from saccade.recipes.run_parts import environments_of
 from saccade.types import Message
 from tests.models.against import CPU, ask, noise, ours
 from tests.models.against import theirs as stocks

@@ -14,9 +14,9 @@ from saccade.plugins.quickstart.counting import write_jsonl
 from saccade.plugins.visual_search import coldstart
 from saccade.plugins.visual_search.search_expert import AGAIN, call, demonstration
 from saccade.plugins.visual_search.search_scenes import search_split
-from saccade.recipes import parts, questions
+from saccade.recipes import questions, run_parts
 from saccade.recipes.sft import dialogue
-from saccade.rollout.episode import Limits, Play, episode
+from saccade.rollout.episode import EpisodeSetup, Limits, episode
 from saccade.types import Completion, Message, Request, Sample, Sampling, Source
 
 ENV = ["env.name=crop", "env.min_pixels=3136", "env.max_pixels=3136"]
@@ -62,8 +62,11 @@ def test_sft_and_rl_read_the_same_tokens(level, stops, scenes, family, tmp_path)
 
 def run_episode(sample, texts, family, config, *, stops):
     """The episode loop with a policy that writes these turns."""
-    world, limits = parts.environments_of(config, family), Limits(max_turns=6, max_images=12, max_total_tokens=4000)
-    play = Play(environment=world, family=family, sampling=Sampling(max_tokens=400), limits=limits, seed="0")
+    world, limits = (
+        run_parts.environments_of(config, family),
+        Limits(max_turns=6, max_images=12, max_total_tokens=4000),
+    )
+    play = EpisodeSetup(environment=world, family=family, sampling=Sampling(max_tokens=400), limits=limits, seed="0")
     steps, reply = episode(sample, 0, sample.id, play), None
     for text in texts:
         request = steps.send(reply)

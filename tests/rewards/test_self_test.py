@@ -9,8 +9,8 @@ from saccade.data.prompts import instruction_for
 from saccade.errors import ConfigError, SelfTestError
 from saccade.plugins.check_data.row_warnings import unused_prompts, unused_rewards
 from saccade.plugins.check_data.self_test import SelfTest, known_answers_by_format, require, self_test
-from saccade.recipes.parts import answer_places
 from saccade.recipes.questions import wording
+from saccade.recipes.run_parts import answer_places
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Media, Message, Sample

@@ -13,7 +13,7 @@ import torch
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.environments import Step
 from saccade.rollout.collect import collect
-from saccade.rollout.episode import Limits, Play
+from saccade.rollout.episode import EpisodeSetup, Limits
 from saccade.types import STATUS_OF_END, Completion, Message, Request, Sample, Sampling
 
 NAME = "qwen2_5_vl"
@@ -81,7 +81,7 @@ def scripted():
 @pytest.fixture(scope="package")
 def play_with(family):
     def groups(engine, samples, environment, *, max_tokens=200, limits=None, seed="0", sampling=None, **options):
-        play = Play(
+        play = EpisodeSetup(
             environment=environment, family=options.pop("family", family),
             sampling=sampling or Sampling(max_tokens=max_tokens), limits=limits or Limits(max_turns=4), seed=seed,
         )  # fmt: skip

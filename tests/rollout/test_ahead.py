@@ -15,7 +15,7 @@ from saccade.recipes import model_setup, rl, rl_rollout
 from saccade.recipes.rollouts_ahead import Draw, RolloutsAhead
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rollout.collect import Pool
-from saccade.rollout.episode import Limits, Play
+from saccade.rollout.episode import EpisodeSetup, Limits
 from saccade.rollout.scoring import seen_by_reward
 from saccade.run.loggers import read_metrics
 from saccade.types import Message, Sample, Sampling, Source
@@ -33,7 +33,9 @@ def play(family):
     def make(environment=SingleTurn, **sampling):
         limits = Limits(max_turns=3, max_total_tokens=400)
         options = {"max_tokens": 20} | sampling
-        return Play(environment=environment, family=family, sampling=Sampling(**options), limits=limits, seed="1")
+        return EpisodeSetup(
+            environment=environment, family=family, sampling=Sampling(**options), limits=limits, seed="1"
+        )
 
     return make
 

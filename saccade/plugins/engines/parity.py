@@ -21,7 +21,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.forest.packing import pack
 from saccade.media.kinds import open_any
 from saccade.media.pixel_cache import DECODED
-from saccade.recipes.parts import rollout_sampling
+from saccade.recipes.run_parts import rollout_sampling
 from saccade.run.quarantine import decode_error
 from saccade.trainer import Scoring
 from saccade.trainer.local import LocalTrainer

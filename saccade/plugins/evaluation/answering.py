@@ -12,7 +12,7 @@ from saccade.engines import Engine, Settings
 from saccade.engines.builders import build
 from saccade.models.families import Family
 from saccade.plugins.engines.http_family import endpoint_family
-from saccade.recipes import model_setup, parts
+from saccade.recipes import model_setup, run_parts
 from saccade.recipes.engines import longest_sequence, settings_of, start_engine
 from saccade.recipes.evaluator import Evaluator, read_of
 from saccade.run.console import Console
@@ -59,7 +59,7 @@ def evaluator_of(
     """Context manager: an evaluator (engine and scorer) and the console of a command. Logs at the end the requests to
     endpoints of the model and the judge, and their cost.
     """
-    scorer = parts.make_scorer(config)
+    scorer = run_parts.make_scorer(config)
     engine = answering_engine(config, family, logs=folder, answers=answers)
     with scorer or nullcontext(), closing(engine), Console(command, name) as console:
         used: dict[str, Any] = {"engine": engine, "scorer": scorer, "quarantine": Quarantine(folder, config.data)}

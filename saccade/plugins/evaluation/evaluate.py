@@ -35,7 +35,7 @@ from saccade.plugins.reward_models import reward_training
 from saccade.plugins.reward_models.reward_card import read_card
 from saccade.plugins.suites.suite_metrics import suite_metrics
 from saccade.plugins.suites.suites import suite_of, suite_sets, unusual, with_rewards
-from saccade.recipes import model_setup, parts, questions
+from saccade.recipes import model_setup, questions, run_parts
 from saccade.recipes.accuracy import with_interval
 from saccade.recipes.evaluator import Result, describe
 from saccade.recipes.failures import check_errors
@@ -110,9 +110,9 @@ def _evaluate(
         for line in filter(None, (checks.ignored_options(config, "eval"), idle)):
             log.info(line)
         for dataset in sets.values():
-            parts.test_rewards(config, evaluator.scorer, dataset.samples)
+            run_parts.test_rewards(config, evaluator.scorer, dataset.samples)
         warn_of_rewards(evaluator.scorer, sets.values(), shared=False)
-        facts = {**asked, **parts.manifest(family, training, config)}
+        facts = {**asked, **run_parts.manifest(family, training, config)}
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
         facts["answers"] = what_answers(config, model_name(config, evaluator.engine))
         summary |= (done := begin(folder, given, facts))
@@ -169,7 +169,7 @@ def _rescore(
     """
     given, suites, samples = config, config.eval.suites, asked["samples"]
     config = config.model_copy(update={"reward": with_rewards(config.reward, config.eval)})
-    scorer = parts.make_scorer(config)
+    scorer = run_parts.make_scorer(config)
     if scorer is None:
         raise ConfigError("reward.terms: nothing scores a response; try reward.terms=[math]")
     if scorer.model_terms is not None:

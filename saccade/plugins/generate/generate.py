@@ -30,7 +30,7 @@ from saccade.plugins.evaluation.answering import answering_family, evaluator_of
 from saccade.plugins.evaluation.results import read_lines, to_lines
 from saccade.plugins.generate.selection import SELECT, write_selected
 from saccade.plugins.reports.rollout_record import rollout_row, same
-from saccade.recipes import model_setup, parts, questions
+from saccade.recipes import model_setup, questions, run_parts
 from saccade.recipes.accuracy import measured, measures, score_terms
 from saccade.rewards.scorer import Scorer
 from saccade.run.folder import differences, leaves, write_whole
@@ -92,7 +92,7 @@ def run(config: Any) -> dict[str, Any]:
         for start in range(0, len(todo), BLOCK):
             samples = quarantine.sound(todo[start : start + BLOCK], data, family)
             with console.phase("generate"):
-                sampling = parts.rollout_sampling(config)
+                sampling = run_parts.rollout_sampling(config)
                 groups = evaluator.answer(samples, config.generate.n, sampling, "generate")
             if config.generate.select == "correct":
                 _teach(taught, groups, done)

@@ -29,7 +29,7 @@ from saccade.models.load import pick_dtype
 from saccade.plugins.check_data.length_cache import renderer
 from saccade.plugins.preferences.pairs import candidate_group, held_out, load_pairs, pack_groups
 from saccade.plugins.preferences.preference_losses import PreferenceLoss, from_config, of_step
-from saccade.recipes import model_setup, offline_loop, parts, questions
+from saccade.recipes import model_setup, offline_loop, questions, run_parts
 from saccade.run.folder import write_whole
 from saccade.run.quarantine import decode_error
 from saccade.run.training_run import Run
@@ -51,7 +51,7 @@ def run(config: Any) -> dict[str, Any]:
     _require_both_labels(config, data.samples)
     held, asked = _validation_sets(config, family, options)
     every = [sample for dataset in (data, *held.values()) for sample in dataset.samples]
-    with Run(config, "dpo", parts.manifest(family, data, config)) as this:
+    with Run(config, "dpo", run_parts.manifest(family, data, config)) as this:
         mismatched = {} if options.whole else mismatched_pairs(every)
         ref_logprobs: RefLogprobs | None = None
         kind, rows = config.dpo.reference if options.needs_reference else None, [*every, *mismatched.values()]

@@ -24,7 +24,7 @@ from saccade.plugins.reward_models.reward_card import RewardCard, read_card, wri
 from saccade.plugins.reward_models.reward_losses import RewardLoss, StepsLoss, measured, train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, rows_of, with_prefix, with_statistics
 from saccade.plugins.suites.suites import in_category, with_pairs
-from saccade.recipes import model_setup, offline_loop, parts, questions
+from saccade.recipes import model_setup, offline_loop, questions, run_parts
 from saccade.recipes.accuracy import Table, accuracy, with_interval
 from saccade.run import statistics
 from saccade.run.console import Console
@@ -47,7 +47,7 @@ def run(config: Any) -> dict[str, Any]:
     data = questions.require_rows(rows.load(config.data.train), "data.train")
     rows.check(data.samples)
     held = held_out(config, rows) if config.val.every else {}
-    with Run(config, "reward-model", parts.manifest(family, data, config)) as this:
+    with Run(config, "reward-model", run_parts.manifest(family, data, config)) as this:
         card = rows.card(this.start, data.samples)
         job = offline_loop.set_up(
             this, family, data, rows=held, attach=partial(rows.attach, card=card, stored=this.start)
@@ -108,7 +108,7 @@ def evaluate(config: Config, folder: Path, asked: Mapping[str, Any], summary: di
         family = model_setup.family_of(config, config.model.path)
         rows = rows_of(config, family)
         sets = held_out(config, rows)
-        facts = {**asked, **parts.manifest(family, None, config)}
+        facts = {**asked, **run_parts.manifest(family, None, config)}
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
         facts["answers"] = {"model": given.model.path, "prompt": str(given.prompt.format)}
         summary |= (done := begin(folder, given, facts))

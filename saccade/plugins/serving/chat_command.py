@@ -27,7 +27,7 @@ from saccade.models.families import Family
 from saccade.plugins.evaluation.answering import answering_engine, answering_family, model_name, room
 from saccade.plugins.reports.rollout_record import message_record
 from saccade.plugins.serving.text_stream import TextStream
-from saccade.recipes import model_setup, parts
+from saccade.recipes import model_setup, run_parts
 from saccade.rollout.episode import noise_key
 from saccade.system.disk import require_writable
 from saccade.types import Completion, Media, Message, Request, Sampling
@@ -67,7 +67,7 @@ class ChatState:
 def _opened(config: Config, *, greedy: bool) -> Iterator[ChatState]:
     model_setup.quiet_libraries()
     family = answering_family(config)
-    sampling = replace(parts.rollout_sampling(config), support=False)
+    sampling = replace(run_parts.rollout_sampling(config), support=False)
     with closing(answering_engine(config, family)) as engine:
         family = replace(family, max_positions=room(config, family))
         yield ChatState(config=config, family=family, engine=engine, sampling=sampling, greedy=greedy)

@@ -28,7 +28,7 @@ from saccade.errors import ConfigError, DataError
 from saccade.plugins.check_data.canonical_rows import dialogue_row
 from saccade.plugins.drawn.drawn_sets import chosen, count_lines, finished_file, flags, write_card
 from saccade.plugins.visual_search.search_expert import AGAIN, NUMBERS, call, demonstration
-from saccade.recipes.parts import answer_places
+from saccade.recipes.run_parts import answer_places
 from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import env_setup

@@ -15,7 +15,7 @@ from saccade.plugins.check_data.length_cache import cached_lengths
 from saccade.plugins.check_data.row_warnings import unknown_words
 from saccade.recipes import questions
 from saccade.recipes.engines import settings_of
-from saccade.recipes.parts import make_scorer
+from saccade.recipes.run_parts import make_scorer
 from saccade.registry import HOOKS
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Message, Sample

@@ -22,7 +22,7 @@ from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS
 from saccade.rollout import env_setup
-from saccade.rollout.episode import Limits, Play
+from saccade.rollout.episode import EpisodeSetup, Limits
 from saccade.types import Sample, Sampling
 
 log = logging.getLogger(__name__)
@@ -129,9 +129,11 @@ def environments_of(config: Config, family: Family) -> Callable[[], Environment]
     )
 
 
-def play_of(config: Config, family: Family, sampling: Sampling, seed: str, *, evaluation: bool = False) -> Play:
+def episode_setup(
+    config: Config, family: Family, sampling: Sampling, seed: str, *, evaluation: bool = False
+) -> EpisodeSetup:
     """`seed` tells the noise of this call apart from others in the run."""
-    return Play(
+    return EpisodeSetup(
         environment=environments_of(config, family),
         family=family,
         sampling=sampling,
