@@ -27,7 +27,7 @@ from saccade.plugins.estimate.flops import NF4, Meter, training_of
 from saccade.plugins.estimate.shapes import Shape, shape_of
 from saccade.plugins.media.sounds import RATE
 from saccade.plugins.overlong.shorten import SHRINK_STEP
-from saccade.plugins.ranks.layouts import held
+from saccade.plugins.ranks.layouts import share_held
 from saccade.plugins.series.series_tower import Encoder
 from saccade.system.devices import CONTEXT_GIB, Device
 from saccade.trainer.checkpointing import MARGIN
@@ -172,7 +172,7 @@ class Plan:
     def share(self, kind: str) -> float:
         """The share of weights, gradient sums or optimizer state that one GPU holds of a sharded model."""
         whole = 1.0 if kind == "sums" and self.config.model.train in ADAPTED else self.whole.towers
-        return held(self.layout, kind, gpus=self.config.run.gpus, whole=whole)
+        return share_held(self.layout, kind, gpus=self.config.run.gpus, whole=whole)
 
     @property
     def together(self) -> int:

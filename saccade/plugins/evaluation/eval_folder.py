@@ -38,7 +38,7 @@ ANSWERS = "answers"
 PLACE = ("run.out", "run.name", "run.resume")  # where an evaluation is: not compared with an earlier one
 
 
-def places(config: Config, out: Path | None, asked: Mapping[str, Any]) -> tuple[Path, Path]:
+def folders_of(config: Config, out: Path | None, asked: Mapping[str, Any]) -> tuple[Path, Path]:
     """Returns a folder for the results, and one for the cached answers of an endpoint. By default the first of
     NAME-eval, NAME-eval-2 … that is free: nothing is overwritten. An interrupted evaluation with the same options and
     the same values of `asked` in its manifest is continued in its folder. Answers that an endpoint gave to evaluations
@@ -89,7 +89,7 @@ def numbered(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def locked_folder(folder: Path) -> Iterator[None]:
     """Context manager: creates and locks the folder; removes it if nothing was written, as by a command that fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
@@ -100,7 +100,7 @@ def hold(folder: Path) -> Iterator[None]:
                 shutil.rmtree(folder)
 
 
-def begin(folder: Path, config: Config, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def begin_folder(folder: Path, config: Config, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Write config and manifest, in the same files as a run. Returns the results of the sets that the interrupted
     evaluation had finished with the same weights, texts, functions and rows; all other results and answers are removed.
     """

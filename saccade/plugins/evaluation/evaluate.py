@@ -19,7 +19,7 @@ from saccade.errors import ConfigError, Interrupted, RewardError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of, model_name
 from saccade.plugins.evaluation.checks_of_sets import BLIND, leak_metrics, leaked, sight_gain, with_blind
-from saccade.plugins.evaluation.eval_folder import begin, hold, missing, places
+from saccade.plugins.evaluation.eval_folder import begin_folder, folders_of, locked_folder, missing
 from saccade.plugins.evaluation.rescoring import read_samples, require_pictures, rescored, suites_among
 from saccade.plugins.evaluation.results import (
     SAMPLE_ROWS,
@@ -74,9 +74,9 @@ def run(
         rows, digest = read_samples(rescore), hashlib.sha256(rescore.read_bytes()).hexdigest()
         asked = {"command": "eval --rescore", "samples": str(rescore), "hash": digest}
         config = _with_suites(config, rows, rescore)
-    folder, answers = places(config, out, asked)
+    folder, answers = folders_of(config, out, asked)
     summary = dict[str, Any]()
-    with hold(folder), _ended_by_signals(folder, summary):
+    with locked_folder(folder), _ended_by_signals(folder, summary):
         if rescore is not None:
             _rescore(config, folder, rows, asked, summary)
         elif judges:
@@ -115,7 +115,7 @@ def _evaluate(
         facts = {**asked, **run_parts.manifest(family, training, config)}
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
         facts["answers"] = what_answers(config, model_name(config, evaluator.engine))
-        summary |= (done := begin(folder, given, facts))
+        summary |= (done := begin_folder(folder, given, facts))
         for name in missing(sets, done, folder):
             dataset = sets[name]
             with console.phase(name):
@@ -186,7 +186,7 @@ def _rescore(
             log.warning(warning)
         listed = [{"name": name, "rows": len(own), "hash": asked["hash"]} for name, own in sets.items()]
         answered = read_manifest(Path(samples).parent).get("answers", {})
-        summary |= (done := begin(folder, given, {**asked, "sets": listed, "answers": answered}))
+        summary |= (done := begin_folder(folder, given, {**asked, "sets": listed, "answers": answered}))
         for name in missing(sets, done, folder):
             results.append(rescored(name, sets[name], scorer))
             _finish_set(folder, summary, results[-1], sets[name], suites)

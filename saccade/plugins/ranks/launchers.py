@@ -67,7 +67,7 @@ class Places(NamedTuple):
     workers: Callable[..., None] | None = None  # moves the reward workers of a pool elsewhere; None: they stay here
 
 
-def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
+def local(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitStack, beside: Beside) -> Places:
     """Launcher: one child process per GPU of this machine; without GPUs they share the cores."""
     if visible and len(visible) < settings.size:
         seen = len(visible)
@@ -89,7 +89,7 @@ def local(settings: RankSettings, visible: Sequence[str], logs: Path, held: Exit
     )
 
 
-def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
+def join(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitStack, beside: Beside) -> Places:
     """Launcher: wait for processes to connect. By host, the first are ranks, the rest replicas; later ones spares."""
     if beside.replicas and beside.gpus > 1:
         gpus = f"{beside.gpus} GPUs for one engine, and `saccade rank` has one"
@@ -97,7 +97,7 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitS
     given = os.environ.get(TOKEN)
     token = given or secrets.token_hex(16)
     try:
-        reception = held.enter_context(Reception(PORT, token, versions()))
+        reception = exits.enter_context(Reception(PORT, token, versions()))
     except OSError as error:
         raise EnvironmentProblem(
             f"run.launcher=join: port {PORT} cannot be opened ({error.strerror}); set SACCADE_PORT to another"

@@ -1,7 +1,7 @@
 """Formulas of the estimate for several GPUs: which share of a model a rank holds, how many bytes it sends in a step,
 and how long that takes. Bandwidths are those of data sheets; no number here was measured on more than one GPU.
 
-    >>> held("whole", "state", gpus=8)
+    >>> share_held("whole", "state", gpus=8)
     0.125
 """
 
@@ -47,7 +47,7 @@ REACHED = 0.73  # share of the bandwidth that a collective reaches: 330 of 450 G
 CONTROLLER = 0.1e-6  # seconds of the controller per sampled token, from `benchmarks/controller.py`
 
 
-def held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
+def share_held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
     """The share of all weights, gradient sums or optimizer state that a rank holds. `whole`: the share of the weights
     that no layout shards, such as a tower.
     """

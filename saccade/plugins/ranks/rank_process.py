@@ -298,7 +298,7 @@ def _each(batches: Sequence[Batch], read: Callable[[list[Batch]], Sequence[Any]]
     return [[np.concatenate(c) for c in zip(*islice(found, len(b.forest.pieces)), strict=True)] for b in batches]
 
 
-def sort_out(worker: Worker, inbox: queue.SimpleQueue[Block], rest: queue.SimpleQueue[Block]) -> None:
+def answer_at_once(worker: Worker, inbox: queue.SimpleQueue[Block], rest: queue.SimpleQueue[Block]) -> None:
     """Answer `where` and `write` outside of the main thread, which may wait for another rank; pass on the rest."""
     writer = ThreadPoolExecutor(1, thread_name_prefix="files")
     while True:
@@ -366,7 +366,7 @@ def serve(channel: Channel, controller: str | None = None) -> None:
         os._exit(error.exit_code)  # a thread may be stuck in nccl
     channel.send({"ready": True})
     orders: queue.SimpleQueue[Block] = queue.SimpleQueue()
-    threading.Thread(target=sort_out, args=(worker, inbox, orders), name="orders", daemon=True).start()
+    threading.Thread(target=answer_at_once, args=(worker, inbox, orders), name="orders", daemon=True).start()
     threading.Thread(target=worker.report, name="report", daemon=True).start()
     worker.run(orders)
 

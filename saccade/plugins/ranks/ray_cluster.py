@@ -33,19 +33,19 @@ LEFT_LIMIT = 60.0  # seconds until Ray has noticed that a machine is gone
 WORKERS_LIMIT = 30.0  # seconds until Ray has cores for reward workers
 
 
-def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitStack, beside: Beside) -> Places:
+def ray(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitStack, beside: Beside) -> Places:
     """Launcher: tasks of the running Ray cluster (see `ray status`), or of a local one that is started here."""
-    cluster = _cluster(held)
+    cluster = _cluster(exits)
     device = settings.options.get("run", {}).get("device", "auto")
     gpus = _bundles(settings.size, beside, _gpus_of_a_rank(cluster, device, logs.absolute()))
-    group = _reserve(cluster, gpus, held)
+    group = _reserve(cluster, gpus, exits)
     if not group.wait(JOIN_LIMIT):
         free = cluster.available_resources()
         raise EnvironmentProblem(
             f"{_options(settings.size, beside)}: the Ray cluster has no room for that, free are {free}"
         )
     token = secrets.token_hex(16)
-    reception = held.enter_context(Reception(0, token, versions()))
+    reception = exits.enter_context(Reception(0, token, versions()))
     address = f"{cluster.util.get_node_ip_address()}:{reception.port}"
 
     def start(group: Any, bundle: int, token: str, gpu: int = 0) -> Any:
@@ -87,9 +87,9 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
         begun.add(number)
         return linked(one(limit, group, bundle, gpus[bundle]), replica)
 
-    def workers(held: ExitStack, pool: WorkerPool, count: int) -> None:
+    def workers(exits: ExitStack, pool: WorkerPool, count: int) -> None:
         """Move the pool's workers to cores spread over all machines. If the cluster has no room, they stay here."""
-        own = _reserve(cluster, [0] * count, held, "SPREAD")
+        own = _reserve(cluster, [0] * count, exits, "SPREAD")
         if not own.wait(WORKERS_LIMIT):
             there = f"the Ray cluster has no room for {count} cores beside those of the run"
             log.warning(f"reward.workers={count}: {there}; they stay on the machine of the run")
@@ -103,11 +103,11 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, held: ExitSt
     return Places(ranks_at(came, settings, logs), replica_at, workers)
 
 
-def _cluster(held: ExitStack) -> Any:
+def _cluster(exits: ExitStack) -> Any:
     import ray as cluster
 
     if not cluster.is_initialized():
-        held.callback(cluster.shutdown)
+        exits.callback(cluster.shutdown)
         quiet: Any = {"log_to_driver": False, "configure_logging": False}
         try:
             cluster.init(address="auto", **quiet)
@@ -135,10 +135,10 @@ def _options(ranks: int, beside: Beside) -> str:
     return f"run.gpus={ranks}" + f" rollout.replicas={beside.replicas}" * bool(beside.replicas)
 
 
-def _reserve(cluster: Any, gpus: Sequence[int], held: ExitStack, strategy: str = "PACK") -> Any:
+def _reserve(cluster: Any, gpus: Sequence[int], exits: ExitStack, strategy: str = "PACK") -> Any:
     """Request a placement group: one core and `gpus[n]` GPUs for process n. PACK uses as few machines as possible."""
     group = cluster.util.placement_group([{"CPU": 1} | ({"GPU": n} if n else {}) for n in gpus], strategy=strategy)
-    held.callback(cluster.util.remove_placement_group, group)
+    exits.callback(cluster.util.remove_placement_group, group)
     return group
 
 
@@ -151,8 +151,8 @@ def gpus_left(config: Config, command: str) -> str:
     counts = [*range(most, least - 1, -config.train.sequence_parallel)]
     sizes = [(ranks, -(-beside.replicas * ranks // most)) for ranks in counts]
     sizes += [(counts[-1], replicas) for replicas in range(sizes[-1][1] - 1, 0, -1)]
-    with ExitStack() as held:
-        cluster = _cluster(held)
+    with ExitStack() as exits:
+        cluster = _cluster(exits)
         gpu = _gpus_of_a_rank(cluster, config.run.device, run.absolute())
         for ranks, replicas in sizes:
             fewer = beside._replace(replicas=replicas)

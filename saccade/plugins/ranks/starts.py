@@ -42,10 +42,10 @@ def start_team(config: Config, command: str, *, model: str, folder: str | None, 
     place: Any = {"rank": 0, "size": config.run.gpus, "port": port}
     settings = RankSettings(options=options, command=command, folder=folder, seen=seen, **place)
     visible = visible_gpus("cuda") if device.type == "cuda" else []
-    with ExitStack() as held:
-        held.callback((logs / MARK).unlink, missing_ok=True)
-        places = LAUNCHERS[config.run.launcher](settings, visible, logs, held, beside_of(config, command))
-        team = Team(places.ranks, held.pop_all(), places.replicas, places.workers)
+    with ExitStack() as exits:
+        exits.callback((logs / MARK).unlink, missing_ok=True)
+        places = LAUNCHERS[config.run.launcher](settings, visible, logs, exits, beside_of(config, command))
+        team = Team(places.ranks, exits.pop_all(), places.replicas, places.workers)
     team.store = store  # keeps the TCP store alive as long as the ranks
     if shared := meet(store, team.hosts):
         slow = "they exchange through main memory (gloo), which is slow"

@@ -5,7 +5,7 @@ The recipe runs here, in the controller, which is no rank. Requests are distribu
 Every other call goes to all ranks at once, because they wait for each other inside it: the first
 error of any rank ends all of them.
 
-    team = Team(starters, held)
+    team = Team(starters, exits)
     team.ask_all("update_weights", [{"version": 1}] * team.size)
 """
 
@@ -103,15 +103,15 @@ class Team(Replicas):
     def __init__(
         self,
         starters: Sequence[Callable[..., Replica]],
-        held: ExitStack,
+        exits: ExitStack,
         place: Any = None,
         place_workers: Callable[..., None] | None = None,
     ) -> None:
-        """`held`: resources to release after the ranks have ended. `place` starts a replica elsewhere, `place_workers`
+        """`exits`: resources to release after the ranks have ended. `place` starts a replica elsewhere, `place_workers`
         moves reward workers elsewhere; None: they run on this machine.
         """
-        self.size, self._held, self.place = len(starters), held, place
-        self.place_workers = place_workers and partial(place_workers, held)
+        self.size, self._exits, self.place = len(starters), exits, place
+        self.place_workers = place_workers and partial(place_workers, exits)
         self._end: Exception | None = None  # why the ranks are gone
         self._slowest: dict[tuple[str, ...], float] = {}  # seconds per token, or per call without any
         super().__init__(starters)
@@ -206,7 +206,7 @@ class Team(Replicas):
 
     def close(self) -> None:
         super().close()
-        self._held.close()
+        self._exits.close()
 
     def _kill_all(self, why: Exception) -> Exception:
         self._end = why

@@ -17,7 +17,7 @@ from saccade.config import Config, load
 from saccade.data.datasets import Dataset
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
-from saccade.plugins.evaluation.eval_folder import begin, missing
+from saccade.plugins.evaluation.eval_folder import begin_folder, missing
 from saccade.plugins.evaluation.results import add_rows, write_numbers
 from saccade.plugins.reports.eval_report import table_lines
 from saccade.plugins.reward_models.reward_card import RewardCard, read_card, write_card
@@ -111,7 +111,7 @@ def evaluate(config: Config, folder: Path, asked: Mapping[str, Any], summary: di
         facts = {**asked, **run_parts.manifest(family, None, config)}
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
         facts["answers"] = {"model": given.model.path, "prompt": str(given.prompt.format)}
-        summary |= (done := begin(folder, given, facts))
+        summary |= (done := begin_folder(folder, given, facts))
         model = model_setup.load_policy(config, family, train="full")
         rows.attach(model, card=card, stored=Path(family.path))
         trainer, quarantine = LocalTrainer(model, family), Quarantine(folder, config.data)
