@@ -10,7 +10,7 @@ divided by the device's peak and by the fraction of it that one GPU reached in m
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -20,17 +20,8 @@ from saccade.checks.steps import algorithm_of
 from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, TrainConfig, load
 from saccade.data.sources import parse_address
 from saccade.models.families import Family
-from saccade.plugins.estimate.batch_plan import (
-    ROWS,
-    ModelSize,
-    Plan,
-    Prompts,
-    Step,
-    empty_model,
-    make_step,
-    size_of,
-    typical_prompts,
-)
+from saccade.plugins.estimate import batch_plan
+from saccade.plugins.estimate.batch_plan import ModelSize, Plan, Prompts, Step
 from saccade.plugins.estimate.flops import SENSE_OF
 from saccade.plugins.estimate.memory_items import GIB, Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
@@ -81,9 +72,18 @@ def estimate(
     device, of_device = as_configured(device, config)
     paths = [parse_address(source.path).path for source in config.data.train]
     missing = [str(path) for path in paths if not Path(path).exists()]
-    usable = bool(paths) and not missing
-    said = partial(prompts_of_pixels, prompt_tokens=prompt_tokens, image=image)
-    prompts: Callable[[int], Prompts] = cache(partial(said, config, family, samples, usable))
+
+    @cache
+    def prompts(max_pixels: int) -> Prompts:
+        """Typical prompts with images of at most `max_pixels`."""
+        changed, rows = load(config, [f"data.max_pixels={max_pixels}"], "rl"), None
+        if samples is not None and max_pixels == config.data.max_pixels:
+            rows = samples
+        elif paths and not missing and prompt_tokens is None:
+            few = [source.model_copy(update={"max_samples": batch_plan.ROWS}) for source in config.data.train]
+            rows = questions.load_prompts(changed, few, family).samples
+        return batch_plan.typical_prompts(changed.data, family, rows, prompt_tokens=prompt_tokens, image=image)
+
     planned = planner(config, device, family, prompts, others)
     first, about = prompts(config.data.max_pixels)
     if command != "rl":
@@ -147,26 +147,6 @@ def as_configured(device: Device, config: Config) -> tuple[Device, list[str]]:
     return precise, notes
 
 
-def prompts_of_pixels(
-    config: Config,
-    family: Family,
-    samples: Sequence[Sample] | None,
-    usable: bool,
-    max_pixels: int,
-    *,
-    prompt_tokens: int | None,
-    image: tuple[int, int] | None,
-) -> Prompts:
-    """Typical prompts with images of at most `max_pixels`. `usable`: whether the rows of the data can be read."""
-    changed, rows = load(config, [f"data.max_pixels={max_pixels}"], "rl"), None
-    if samples is not None and max_pixels == config.data.max_pixels:
-        rows = samples
-    elif usable and prompt_tokens is None:
-        few = [source.model_copy(update={"max_samples": ROWS}) for source in config.data.train]
-        rows = questions.load_prompts(changed, few, family).samples
-    return typical_prompts(changed.data, family, rows, prompt_tokens=prompt_tokens, image=image)
-
-
 def planner(
     config: Config, device: Device, family: Family, prompts: Callable[[int], Prompts], others: Mapping[str, Any]
 ) -> Callable[..., Plan]:
@@ -174,11 +154,11 @@ def planner(
     model = config.model
     # Bytes per weight with `model.dtype` on that device.
     element = 4 if model.dtype == "float32" or (model.dtype == "auto" and not device.is_gpu) else 2
-    empty = empty_model(family, trust_remote_code=model.trust_remote_code)
+    empty = batch_plan.empty_model(family, trust_remote_code=model.trust_remote_code)
 
     @cache
     def size(train: str, lora: LoraConfig) -> ModelSize:
-        return size_of(empty, family, lora, element=element, train=train)
+        return batch_plan.size_of(empty, family, lora, element=element, train=train)
 
     steps = list[tuple[Any, Step]]()  # and what each was made of, which few changes are to
 
@@ -186,7 +166,7 @@ def planner(
         new, pixels = changed.rollout.max_tokens, changed.data.max_pixels
         given = (train.prompts_per_step, train.micro_tokens, new, pixels, algorithm)
         if not (known := [step for before, step in steps if before == given]):
-            known.append(make_step(train, new, algorithm, family, prompts(pixels)[0]))
+            known.append(batch_plan.make_step(train, new, algorithm, family, prompts(pixels)[0]))
             steps.append((given, known[0]))
         return known[0]
 

@@ -8,16 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from saccade.plugins.reports.report import (
-    BESIDE_ACCURACY,
-    INTERVALS,
-    estimate,
-    named_sections,
-    read_file,
-    subtitle_of,
-    texts_of,
-    write_with_episodes,
-)
+from saccade.plugins.reports import report
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table
 from saccade.run.folder import CONFIG, MANIFEST, METRICS, RESULTS
 
@@ -67,7 +58,7 @@ def _text(cell: Cell) -> str:
 
 def write_eval_report(folder: Path) -> Path:
     """Write report.html from the files of an evaluation and return its path."""
-    return write_with_episodes(folder, eval_report(folder))
+    return report.write_with_episodes(folder, eval_report(folder))
 
 
 def is_evaluation(folder: Path) -> bool:
@@ -81,17 +72,17 @@ def eval_report(folder: Path) -> Report:
     results, manifest = read_results(folder, said.append), read_facts(folder, said.append)
     return Report(
         title=folder.resolve().name,
-        subtitle=subtitle_of(manifest, "eval"),
+        subtitle=report.subtitle_of(manifest, "eval"),
         facts=what_answered(manifest),
         left_out=said,
-        texts=texts_of(folder, manifest),
+        texts=report.texts_of(folder, manifest),
         tables=[_summary(results), *(t for n, found in results.items() for t in _tables(n, found))],
     )
 
 
 def read_facts(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
     """The manifest of an evaluation; empty for those of earlier versions, which have none."""
-    return read_file(folder / MANIFEST, json.loads, say) if (folder / MANIFEST).exists() else {}
+    return report.read_file(folder / MANIFEST, json.loads, say) if (folder / MANIFEST).exists() else {}
 
 
 def what_answered(manifest: Mapping[str, Any]) -> dict[str, str]:
@@ -102,7 +93,7 @@ def what_answered(manifest: Mapping[str, Any]) -> dict[str, str]:
 
 def read_results(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
     """The results of each set."""
-    return read_file(folder / RESULTS, lambda text: named_sections(json.loads(text)), say)
+    return report.read_file(folder / RESULTS, lambda text: report.named_sections(json.loads(text)), say)
 
 
 def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -110,9 +101,9 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:
     shares = [n for n in sorted(there) if n == "accuracy" or "@" in n or n == "all_rotations"]
     scores = [n for n in sorted(there) if n == "score" or n.startswith("score/")]
     columns = {n: (LABELS.get(n, n), True) for n in shares} | {n: (n, False) for n in scores}
-    columns |= {n: about for n, about in (PUBLISHED | BESIDE_ACCURACY).items() if n in there}
+    columns |= {n: about for n, about in (PUBLISHED | report.BESIDE_ACCURACY).items() if n in there}
     columns["items"] = ("items", False)
-    return _table(_kind(results), "set", results, columns, INTERVALS)
+    return _table(_kind(results), "set", results, columns, report.INTERVALS)
 
 
 def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
@@ -128,7 +119,8 @@ def _table(
     title: str, first: str, rows: Mapping[str, Any], columns: Mapping[str, tuple[str, bool]], note: str = ""
 ) -> Table:
     """Rows by their name; columns by metric: the label, and whether it is a share."""
-    cells = ((name, *(estimate(row, n, share) for n, (_, share) in columns.items())) for name, row in rows.items())
+    shares = {n: share for n, (_, share) in columns.items()}
+    cells = ((name, *(report.estimate(row, n, share) for n, share in shares.items())) for name, row in rows.items())
     return Table(title=title, columns=(first, *(label for label, _ in columns.values())), rows=tuple(cells), note=note)
 
 

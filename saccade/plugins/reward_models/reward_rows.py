@@ -23,15 +23,8 @@ from saccade.forest.packing import pack
 from saccade.models.families import Family
 from saccade.plugins.preferences import pairs
 from saccade.plugins.preferences.mappings import MAIN, number_of
-from saccade.plugins.reward_models import reward_losses
-from saccade.plugins.reward_models.reward_card import (
-    REWARD_FILE,
-    RewardCard,
-    read_card,
-    steps_trajectory,
-    verdict_ids,
-    write_card,
-)
+from saccade.plugins.reward_models import reward_card, reward_losses
+from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard, read_card
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
 from saccade.plugins.reward_models.reward_losses import FIRST_LOG_KAPPA, RatingLoss, StepsLoss
 from saccade.recipes import questions
@@ -75,7 +68,7 @@ class PairRows:
         scale = FIRST_LOG_KAPPA if self.row.loss == "hps" else 0.0
         start, seed = stored or _trained(self.family.path, card), self.config.run.seed
         attach_reward(model, RewardHead(like=model, card=card, seed=seed, first_log_scale=scale, stored=start))
-        write_card(model, card)
+        reward_card.write_card(model, card)
 
     def prepare(self, samples: Sequence[Sample], dp_size: int = 1) -> tuple[list[Batch], RatingLoss]:
         groups = [pairs.candidate_group(sample, self.family) for sample in samples]
@@ -168,7 +161,7 @@ class StepRows:
 
     def attach(self, model: Any, *, card: RewardCard, stored: Path | None) -> None:
         """Store the card only: a process reward model has no head of its own, it uses the language head."""
-        write_card(model, card)
+        reward_card.write_card(model, card)
 
     def prepare(self, samples: Sequence[Sample], dp_size: int = 1) -> tuple[list[Batch], StepsLoss]:
         groups = [Group(sample=s, uid=s.id, trajectories=(self._read(s.id, s.messages),)) for s in samples]
@@ -179,7 +172,7 @@ class StepRows:
 
     def _read(self, sample_id: str, messages: Sequence[Message]) -> Trajectory:
         placeholder = self.config.reward_model.placeholder
-        read = steps_trajectory(sample_id, messages, self.family, placeholder)
+        read = reward_card.steps_trajectory(sample_id, messages, self.family, placeholder)
         wanted = sum(message.text.count(placeholder) for message in messages)
         if read.response_length != wanted:
             shown = f"the tokenizer shows {read.response_length} of {wanted} placeholders {placeholder!r}"
@@ -219,18 +212,15 @@ Rows = PairRows | StepRows  # by the kind of reward model
 
 def rows_of(config: Config, family: Family) -> Rows:
     if config.reward_model.kind == "process":
-        tokens = verdict_ids(family, config.reward_model.tokens)
+        tokens = reward_card.verdict_ids(family, config.reward_model.tokens)
         return StepRows(config=config, family=family, tokens=tokens)
     return PairRows(config=config, family=family, row=reward_losses.from_config(config.reward_model))
 
 
 def held_out(config: Config, rows: Rows) -> dict[str, datasets.Dataset]:
     """The rows of data.val by set, under ids that no training row has."""
-    val = config.data.val
-    return {
-        name: pairs.held_out(rows.load([source]), name, source.path)
-        for name, source in zip(set_names(val), val, strict=True)
-    }
+    named = zip(set_names(config.data.val), config.data.val, strict=True)
+    return {name: pairs.held_out(rows.load([source]), name, source.path) for name, source in named}
 
 
 # -- numbers ---------------------------------------------------------------------------------------

@@ -22,14 +22,8 @@ from PIL import Image
 from saccade.engines import Settings, generate
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
-from saccade.plugins.engines.copy_engine import (
-    NO_LIMIT,
-    CopyEngine,
-    collapsed,
-    require_same_prompt,
-    shown_by,
-    two_pictures,
-)
+from saccade.plugins.engines import copy_engine
+from saccade.plugins.engines.copy_engine import NO_LIMIT, CopyEngine
 from saccade.plugins.engines.sglang.sglang_transport import InProcess, OverHttp
 from saccade.plugins.engines.weights import HandOver
 from saccade.plugins.families.pixel_options import call_options
@@ -50,7 +44,7 @@ class SglangEngine(CopyEngine):
         self.sleeps = self._sglang.sleeps
         self._encode = lru_cache(maxsize=PICTURES)(self._encoded)
         self._aborted: set[str] = set()
-        if shown := two_pictures(family, self.longest, settings.max_images):
+        if shown := copy_engine.two_pictures(family, self.longest, settings.max_images):
             generate(self, [shown])
 
     def _start(self, request: Request) -> str:
@@ -107,7 +101,7 @@ def body_of(request: Request, family: Family, encode: Callable[[Media], str], ve
     if others:
         why = f"the prompt has {' and '.join(sorted(others))}, but sglang is sent images only"
         raise ConfigError(f"request {request.key}: {why}; use rollout.engine=embedded")
-    cut, usual = shown_by(request, family), call_options(family.budget(1, NO_LIMIT))
+    cut, usual = copy_engine.shown_by(request, family), call_options(family.budget(1, NO_LIMIT))
     if request.media and not family.spec.whole and cut != usual:
         why = f"its images are shown with {cut}, but sglang shows all as the folder's image processor says"
         raise ConfigError(f"request {request.key}: {why}; write that into it, or use rollout.engine=embedded")
@@ -115,7 +109,7 @@ def body_of(request: Request, family: Family, encode: Callable[[Media], str], ve
         fix = "use algorithm.hot_first_token.temperature=0, or rollout.engine=embedded"
         raise ConfigError(f"rollout.engine=sglang draws every token alike; {fix}")
     body: dict[str, Any] = {
-        "input_ids": collapsed(request, family),
+        "input_ids": copy_engine.collapsed(request, family),
         "return_logprob": True,
         "sampling_params": {
             "max_new_tokens": sampling.max_tokens,
@@ -152,5 +146,5 @@ def triples_of(request: Request, family: Family, answer: Mapping[str, Any], *, a
     if reason["type"] == "abort" and not aborted:
         raise EnvironmentProblem(f"sglang gave up request {request.key}: {reason.get('message')}; see its log")
     count = info.get("prompt_tokens", len(request.ids) if aborted else None)
-    require_same_prompt(request, family, "sglang", answer.get("prompt_token_ids"), count)
+    copy_engine.require_same_prompt(request, family, "sglang", answer.get("prompt_token_ids"), count)
     return info.get("output_token_logprobs") or []

@@ -27,15 +27,8 @@ from saccade.media.pixel_cache import ImageCache
 from saccade.models import DECLARED
 from saccade.models.families import Family
 from saccade.models.files import model_json
-from saccade.plugins.engines import INSTALL
-from saccade.plugins.engines.copy_engine import (
-    TAKEN,
-    CopyEngine,
-    collapsed,
-    require_same_prompt,
-    shown_by,
-    two_pictures,
-)
+from saccade.plugins.engines import INSTALL, copy_engine
+from saccade.plugins.engines.copy_engine import TAKEN, CopyEngine
 from saccade.plugins.engines.vllm.vllm_probe import Probe, probe
 from saccade.plugins.engines.vllm.vllm_weights import renaming, sample_for
 from saccade.plugins.engines.weights import HandOver, checksum, in_memory
@@ -71,11 +64,10 @@ class VllmEngine(CopyEngine):
         known = {self.renamed(name): shape for name, shape in self._shapes.items()}
         self._places = self._ask("saccade_places", {name: shape for name, shape in known.items() if name})
         if family.blocks and not self._ask("saccade_sees_both_ways"):
-            why = (
-                f"tokens of a picture see each other both ways in a {family.name} model, which its attention here lacks"
-            )
+            sees = f"tokens of a picture see each other both ways in a {family.name} model"
+            why = f"{sees}, which its attention here lacks"
             raise EnvironmentProblem(f"rollout.engine=vllm: {why}; use rollout.engine=embedded")
-        if shown := two_pictures(family, self.longest, settings.max_images):
+        if shown := copy_engine.two_pictures(family, self.longest, settings.max_images):
             self._prompt(shown)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
@@ -109,7 +101,7 @@ class VllmEngine(CopyEngine):
                 fix = f"or it cannot read a {self.family.name} model: use rollout.engine=embedded"
                 raise ConfigError(f"request {request.key}: vllm refuses it: {error}; {fix}") from error
             theirs = prompt["prompt_token_ids"]
-            require_same_prompt(request, self.family, "vllm", theirs, len(theirs))
+            copy_engine.require_same_prompt(request, self.family, "vllm", theirs, len(theirs))
             self._last = (content, prompt)
         return self._last[1]
 
@@ -273,23 +265,21 @@ def prompt_of(
     the model sees. The cache keys of prompt and media include the version of the weights, so that
     nothing computed under other weights is reused.
     """
-    prompt: dict[str, Any] = {"prompt_token_ids": collapsed(request, family), "cache_salt": str(version)}
+    prompt: dict[str, Any] = {"prompt_token_ids": copy_engine.collapsed(request, family), "cache_salt": str(version)}
     if request.media:
         data: dict[str, list[Any]] = {}
         names: dict[str, list[str]] = {}
         for media in (span.media for span in request.media):
             pixels = picture(media)
-            data.setdefault(media.kind, []).append(_film(media, pixels) if media.frames else Image.fromarray(pixels))
+            shown: Any = Image.fromarray(pixels)
+            if media.frames:  # a video: all of its frames are used, and their times are told
+                told = metadata(media.frames, media.fps, media.rate)
+                shown = (pixels, {**told, "video_backend": "opencv", "do_sample_frames": False})
+            data.setdefault(media.kind, []).append(shown)
             names.setdefault(media.kind, []).append("/".join(map(str, (*media.key, media.fps, version))))
         prompt |= {"multi_modal_data": data, "multi_modal_uuids": names}
-        prompt["mm_processor_kwargs"] = shown_by(request, family)
+        prompt["mm_processor_kwargs"] = copy_engine.shown_by(request, family)
     return prompt
-
-
-def _film(media: Any, pixels: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
-    """The frames of a video, all of which are used, and metadata with their times."""
-    told = metadata(media.frames, media.fps, media.rate)
-    return pixels, {**told, "video_backend": "opencv", "do_sample_frames": False}
 
 
 def params_of(request: Request, eos: list[int]) -> Any:
