@@ -22,7 +22,7 @@ def built_once(models, monkeypatch):
         key = (family.path, family.name)
         return models[key] if key in models else models.setdefault(key, empty_model(family))
 
-    monkeypatch.setattr("saccade.plugins.estimate.empty_model", known)
+    monkeypatch.setattr("saccade.plugins.estimate.batch_plan.empty_model", known)
 
 
 @pytest.fixture(scope="session")

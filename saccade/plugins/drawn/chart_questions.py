@@ -8,7 +8,6 @@ generalisation of a model that was trained on `same`: more marks, or a dark page
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
@@ -45,17 +44,8 @@ NIGHT = Look(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChartSplit:
-    marks: tuple[int, int] = (3, 5)
-    look: Look = LIGHT
-
-
-CHART_SPLITS: Mapping[str, ChartSplit] = {
-    "same": ChartSplit(),
-    "more": ChartSplit(marks=(7, 10)),
-    "style": ChartSplit(look=NIGHT),
-}
+# Fewest and most marks, and the look.
+CHART_SPLITS = {"same": ((3, 5), LIGHT), "more": ((7, 10), LIGHT), "style": ((3, 5), NIGHT)}
 
 
 class Chart(NamedTuple):
@@ -69,15 +59,15 @@ class Chart(NamedTuple):
 
 
 def draw_chart_row(rng: Random, index: int, *, split: str, kinds: Sequence[str], side: int) -> Drawing:
-    about, kind = CHART_SPLITS[split], kinds[index % len(kinds)]
-    chart = _chart(rng, rng.choice((*DRAWN,)), rng.randint(*about.marks))
+    (marks, look), kind = CHART_SPLITS[split], kinds[index % len(kinds)]
+    chart = _chart(rng, rng.choice((*DRAWN,)), rng.randint(*marks))
     asked, answer = CHART_KINDS[kind](rng, chart)
-    picture = Image.new("RGB", (side * SCALE, side * SCALE), about.look.paper)
+    picture = Image.new("RGB", (side * SCALE, side * SCALE), look.paper)
     pen, font = ImageDraw.Draw(picture), font_of("", max(9, side // 20) * SCALE)
-    pen.text((side * SCALE // 2, side * SCALE // 50), chart.title, about.look.ink, font, anchor="ma")
-    shift = rng.randrange(len(about.look.marks))
-    colours = [about.look.marks[(n + shift) % len(about.look.marks)] for n in range(len(chart.names))]
-    DRAWN[chart.kind](Page(pen, font, side * SCALE, about.look, colours, rng.random() < 0.5), chart)
+    pen.text((side * SCALE // 2, side * SCALE // 50), chart.title, look.ink, font, anchor="ma")
+    shift = rng.randrange(len(look.marks))
+    colours = [look.marks[(n + shift) % len(look.marks)] for n in range(len(chart.names))]
+    DRAWN[chart.kind](Page(pen, font, side * SCALE, look, colours, rng.random() < 0.5), chart)
     more = {"chart": chart.kind, "names": [*chart.names], "values": [*chart.values], "title": chart.title}
     return Drawing(picture.reduce(SCALE), asked, answer, kind, more)
 
@@ -189,9 +179,8 @@ def _which(rng: Random, chart: Chart) -> QuestionAnswer:
 def _difference(rng: Random, chart: Chart) -> QuestionAnswer:
     pair = rng.sample(range(len(chart.names)), 2)
     more, less = sorted(pair, key=lambda n: -chart.values[n])
-    return f"How much higher is {chart.names[more]} than {chart.names[less]}?", str(
-        chart.values[more] - chart.values[less]
-    )
+    gap = chart.values[more] - chart.values[less]
+    return f"How much higher is {chart.names[more]} than {chart.names[less]}?", str(gap)
 
 
 def _compare(rng: Random, chart: Chart) -> QuestionAnswer:
@@ -210,11 +199,5 @@ def _describe(rng: Random, chart: Chart) -> QuestionAnswer:
     return "What does the chart show?", f"{chart.title}: {said}"
 
 
-CHART_KINDS: Mapping[str, Callable[[Random, Chart], QuestionAnswer]] = {
-    "value": _value,
-    "which": _which,
-    "difference": _difference,
-    "compare": _compare,
-    "count": _count,
-    "describe": _describe,
-}
+ASKED = (_value, _which, _difference, _compare, _count, _describe)
+CHART_KINDS = {ask.__name__.removeprefix("_"): ask for ask in ASKED}

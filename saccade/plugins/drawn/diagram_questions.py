@@ -4,7 +4,7 @@ drawn = draw_diagram_row(Random(0), 0, split="same", kinds=("next",), side=224)
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -49,11 +49,11 @@ def draw_diagram_row(rng: Random, index: int, *, split: str, kinds: Sequence[str
 
 def _diagram(rng: Random, count: int) -> Diagram:
     cells = rng.sample(range(CELLS * CELLS), count)
-    shifts = [(rng.uniform(-0.05, 0.05), rng.uniform(-0.05, 0.05)) for _ in cells]
-    places = [
-        ((cell % CELLS + 0.5) / CELLS + x, (cell // CELLS + 0.5) / CELLS + y)
-        for cell, (x, y) in zip(cells, shifts, strict=True)
-    ]
+
+    def near(place: int) -> float:
+        return (place + 0.5) / CELLS + rng.uniform(-0.05, 0.05)
+
+    places = [(near(cell % CELLS), near(cell // CELLS)) for cell in cells]
     pairs = [(a, b) for a in range(count) for b in range(count) if a < b and _is_clear(places, a, b)]
     chosen = rng.sample(pairs, min(len(pairs), rng.randint(2, count + 1)))
     arrows = [pair if rng.random() < 0.5 else pair[::-1] for pair in chosen]
@@ -88,10 +88,8 @@ def _picture(rng: Random, diagram: Diagram, side: int) -> Image.Image:
         starts, ends = _reach(diagram.outlines[a], angle) * half, _reach(diagram.outlines[b], angle) * half
         tip = (x1 - ends * math.cos(angle), y1 - ends * math.sin(angle))
         pen.line((x0 + starts * math.cos(angle), y0 + starts * math.sin(angle), *tip), INK, width)
-        wings = [
-            (tip[0] - 0.4 * half * math.cos(angle + t), tip[1] - 0.4 * half * math.sin(angle + t))
-            for t in (0.45, -0.45)
-        ]
+        turned = (angle + 0.45, angle - 0.45)
+        wings = [(tip[0] - 0.4 * half * math.cos(turn), tip[1] - 0.4 * half * math.sin(turn)) for turn in turned]
         pen.polygon([tip, *wings], INK)
     for name, outline, (x, y) in zip(diagram.names, diagram.outlines, places, strict=True):
         box = (x - half, y - half, x + half, y + half)
@@ -147,11 +145,8 @@ def _reachable(rng: Random, diagram: Diagram) -> QuestionAnswer:
 
 def _count(rng: Random, diagram: Diagram) -> QuestionAnswer:
     outline = rng.choice(OUTLINES)
-    things = {
-        "arrows": len(diagram.arrows),
-        "boxes": len(diagram.names),
-        f"{outline}s": diagram.outlines.count(outline),
-    }
+    things = {"arrows": len(diagram.arrows), "boxes": len(diagram.names)}
+    things[f"{outline}s"] = diagram.outlines.count(outline)
     thing = rng.choice((*things,))
     return f"How many {thing} are there?", str(things[thing])
 
@@ -161,10 +156,4 @@ def _outline(rng: Random, diagram: Diagram) -> QuestionAnswer:
     return f"What shape is {diagram.names[n]}?", diagram.outlines[n]
 
 
-DIAGRAM_KINDS: Mapping[str, Callable[[Random, Diagram], QuestionAnswer]] = {
-    "next": _next,
-    "exist": _exist,
-    "reach": _reachable,
-    "count": _count,
-    "shape": _outline,
-}
+DIAGRAM_KINDS = {"next": _next, "exist": _exist, "reach": _reachable, "count": _count, "shape": _outline}

@@ -63,7 +63,9 @@ def draw_scene_row(rng: Random, index: int, *, split: str, kinds: Sequence[str],
     else:
         raise AssertionError(f"no scene of {split} has the answer {wanted} to {kind}")
     picture = draw_solids(solids, side, BACKGROUNDS[about.background], rng, about.cartoon)
-    more: dict[str, Any] = {"description": describe_scene(solids), "objects": [_record(one, side) for one in solids]}
+    # For a teacher that reads text only; positions in percent from the left and the top.
+    words = "; ".join(f"a {_named(_words(one))} at ({one.x:.0%}, {one.y:.0%})" for one in solids)
+    more: dict[str, Any] = {"description": words, "objects": [_record(one, side) for one in solids]}
     return Drawing(picture, *asked, kind, more)
 
 
@@ -81,11 +83,6 @@ def place_solids(rng: Random, about: SceneSplit) -> list[Solid]:
             if len(solids) == count:
                 break
     return solids
-
-
-def describe_scene(solids: Sequence[Solid]) -> str:
-    """The scene in words, for a teacher that reads text only; positions in percent from the left and the top."""
-    return "; ".join(f"a {_named(_words(one))} at ({one.x:.0%}, {one.y:.0%})" for one in solids)
 
 
 def _record(one: Solid, side: int) -> dict[str, Any]:
@@ -181,11 +178,5 @@ def _yes(holds: bool) -> str:
     return "yes" if holds else "no"
 
 
-SCENE_KINDS: Mapping[str, Callable[[Random, Sequence[Solid], SceneSplit], QuestionAnswer]] = {
-    "count": _count,
-    "exist": _exist,
-    "compare": _compare,
-    "attribute": _attribute,
-    "relation": _relation,
-    "describe": _describe,
-}
+ASKED = (_count, _exist, _compare, _attribute, _relation, _describe)
+SCENE_KINDS = {ask.__name__.removeprefix("_"): ask for ask in ASKED}

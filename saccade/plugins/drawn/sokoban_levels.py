@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
-from typing import Any
 
 from PIL import Image
 
@@ -21,9 +20,8 @@ QUESTION = "Push every box onto a goal. Answer with moves, such as: up, left."
 def draw_sokoban_row(rng: Random, index: int, *, cells: int, boxes: int, side: int) -> Drawing:
     state, moves = draw_level(rng, cells, boxes)
     picture = Image.fromarray(draw(state, max(4, side // cells)))
-    return Drawing(
-        picture, QUESTION, ", ".join(moves), f"boxes_{boxes}", {"level": written(state), "moves": len(moves)}
-    )
+    more = {"level": written(state), "moves": len(moves)}
+    return Drawing(picture, QUESTION, ", ".join(moves), f"boxes_{boxes}", more)
 
 
 def draw_level(rng: Random, cells: int, boxes: int) -> tuple[State, list[str]]:
@@ -35,14 +33,9 @@ def draw_level(rng: Random, cells: int, boxes: int) -> tuple[State, list[str]]:
         if len(floor) <= boxes:
             continue
         placed = frozenset(rng.sample(floor, boxes))
-        around = {(r, c) for r in range(cells) for c in range(cells)} - {*inner}
-        level: dict[str, Any] = {
-            "size": (cells, cells),
-            "walls": frozenset(around | walls),
-            "goals": placed,
-            "boxes": placed,
-        }
-        found = _pulled([State(**level, player=cell) for cell in floor if cell not in placed])
+        every = frozenset((r, c) for r in range(cells) for c in range(cells))
+        solved = State(size=(cells, cells), walls=every - {*floor}, goals=placed, boxes=placed, player=floor[0])
+        found = _pulled([replace(solved, player=cell) for cell in floor if cell not in placed])
         hard = [state for state in found if not state.boxes & state.goals]
         if hard:
             state = rng.choice(hard[-(len(hard) // 4 + 1) :])  # from the quarter that needs the most moves

@@ -115,12 +115,7 @@ def _cube(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, Normal]:
     return inside, (np.where(top, 0, side), np.where(top, -0.9, 0.1), np.where(top, 0.44, 0.6))
 
 
-FORMS: Mapping[str, Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, Normal]]] = {
-    "cube": _cube,
-    "sphere": _sphere,
-    "cylinder": _cylinder,
-    "cone": _cone,
-}
+FORMS = {"cube": _cube, "sphere": _sphere, "cylinder": _cylinder, "cone": _cone}
 
 # -- backgrounds: float32 [side, side, 3] -----------------------------------------------------------
 
@@ -133,17 +128,12 @@ def _plain(side: int, rng: np.random.Generator) -> np.ndarray:
     return (rng.uniform(170, 205) - 35 * light) * np.ones((1, side, 3), np.float32)
 
 
-def _paper(side: int, rng: np.random.Generator) -> np.ndarray:
-    return np.full((side, side, 3), 250, np.float32)
-
-
 def _patterned(side: int, rng: np.random.Generator) -> np.ndarray:
     """Stripes, checks or clouds in two pale colours."""
     y, x = np.mgrid[:side, :side] / side
     waves = rng.integers(3, 9)
-    cloud = np.asarray(
-        Image.fromarray(rng.random((6, 6)).astype(np.float32)).resize((side, side), Image.Resampling.BICUBIC)
-    )
+    noise = Image.fromarray(rng.random((6, 6)).astype(np.float32))
+    cloud = np.asarray(noise.resize((side, side), Image.Resampling.BICUBIC))
     angle = rng.uniform(0, np.pi)
     pattern = [
         np.sin(2 * np.pi * waves * (x * np.cos(angle) + y * np.sin(angle))) > 0,
@@ -154,4 +144,8 @@ def _patterned(side: int, rng: np.random.Generator) -> np.ndarray:
     return (first + (second - first) * np.asarray(pattern, np.float32)[:, :, None]).clip(0, 255).astype(np.float32)
 
 
-BACKGROUNDS: Mapping[str, Background] = {"plain": _plain, "patterned": _patterned, "paper": _paper}
+BACKGROUNDS: Mapping[str, Background] = {
+    "plain": _plain,
+    "patterned": _patterned,
+    "paper": lambda side, rng: np.full((side, side, 3), 250, np.float32),
+}

@@ -63,15 +63,10 @@ def cpgd(
     low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
     high = math.log1p(clip_high)
     gain = (gap * advantages).minimum(gap.clamp(low, high) * advantages)
-    loss = drift_coef * _drift(new, gap.detach(), drift_cap) - gain
-    return loss, usual.beyond(gap, advantages, low, high)
-
-
-def _drift(new: Tensor, gap: Tensor, cap: float) -> Tensor:
-    """Estimate of KL(old, new) at each token; its gradient is capped."""
-    excess = gap.expm1()
-    pull = excess.clamp(max=cap) * new
-    return pull - pull.detach() + (excess - gap)
+    excess = gap.detach().expm1()
+    pull = excess.clamp(max=drift_cap) * new
+    drift = pull - pull.detach() + (excess - gap.detach())  # estimate of KL(old, new); its gradient is capped
+    return drift_coef * drift - gain, usual.beyond(gap, advantages, low, high)
 
 
 @add(ROWS, "-A new, times sg[min(r, 1)] on bad samples", older="bad samples weigh min(r, 1), good ones are imitated")
@@ -312,12 +307,7 @@ def _k3(delta: Tensor) -> Tensor:
     return gap.expm1() - gap
 
 
-STATISTICS: dict[str, Statistic] = {
-    "token": token,
-    "seq_sum": Mismatch.total,
-    "seq_mean": Mismatch.mean,
-    "seq_max": Mismatch.largest,
-}
+STATISTICS = {"token": token, "seq_sum": Mismatch.total, "seq_mean": Mismatch.mean, "seq_max": Mismatch.largest}
 DISTANCES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "k2": (lambda delta: delta.square() / 2, "delta^2 / 2"),
     "k3": (_k3, "exp(delta) - 1 - delta"),

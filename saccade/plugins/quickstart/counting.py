@@ -84,26 +84,23 @@ def counting_scene(
     return image, tuple(sorted(placed, key=lambda s: (2 * s.y >= size, s.x)))
 
 
-def counting_split(
-    n: int,
-    *,
-    seed: int,
-    colours: Sequence[str],
-    counts: tuple[int, int] = (1, 6),
-    size: int = 56,
-    radius: tuple[int, int] = (4, 6),
-    name: str = "counting",
-) -> list[Sample]:
-    """`n` rows whose answers are uniform over `counts` (both ends included)."""
-    answers = np.arange(counts[0], counts[1] + 1)
+def balanced(values: Sequence[Any], n: int, seed: int) -> list[Any]:
+    """`n` values in random order, all equally often; the first ones do not depend on `n`."""
     shuffler = np.random.default_rng(seed)
-    rounds = [shuffler.permutation(answers) for _ in range(math.ceil(n / len(answers)))]
+    rounds = [shuffler.permutation(values) for _ in range(math.ceil(n / len(values)))]
+    return np.concatenate(rounds)[:n].tolist() if rounds else []
+
+
+def counting_split(
+    n: int, *, seed: int, colours: Sequence[str], counts: tuple[int, int] = (1, 6), name: str = "counting", **scene: Any
+) -> list[Sample]:
+    """`n` rows whose answers are uniform over `counts` (both ends included). `scene`: options of `counting_scene`."""
     rows = []
-    for index, count in enumerate(np.concatenate(rounds)[:n] if rounds else ()):
+    for index, count in enumerate(balanced(range(counts[0], counts[1] + 1), n, seed)):
         rng = np.random.default_rng((seed, index))
-        image, shapes = counting_scene(rng, count=int(count), colours=colours, size=size, radius=radius)
+        image, shapes = counting_scene(rng, count=count, colours=colours, **scene)
         data = encode_png(image)
-        media = Media(hash=hashlib.sha256(data).hexdigest(), width=size, height=size, data=data)
+        media = Media(hash=hashlib.sha256(data).hexdigest(), width=len(image), height=len(image), data=data)
         listed, answer = [shape.colour for shape in shapes], str(count)
         said = f"<think> {' '.join(listed)} </think><answer> {answer} </answer>"
         asked, extra = Message(role="user", parts=(media, QUESTION)), {"colours": listed, "demonstration": said}
@@ -129,12 +126,9 @@ def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train",
             (media,) = sample.media
             image = f"images/{media.hash[:16]}.png"
             (folder / image).write_bytes(encoded(media))
-            shown = {"path": image, "min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
-            row: dict[str, Any] = {
-                "id": sample.id,
-                "images": [shown if budgets else image],
-                "data_source": sample.data_source,
-            }
+            shown: Any = {"path": image, "min_pixels": media.min_pixels, "max_pixels": media.max_pixels}
+            shown = shown if budgets else image
+            row: dict[str, Any] = {"id": sample.id, "images": [shown], "data_source": sample.data_source}
             question, last = f"<image>{sample.messages[0].text}", sample.messages[-1]
             if last.role == "assistant":
                 row["conversations"] = [{"from": "human", "value": question}, {"from": "gpt", "value": last.text}]

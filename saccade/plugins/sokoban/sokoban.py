@@ -73,9 +73,8 @@ def parse(level: str | Sequence[Any]) -> State:
             f"a level has one player, a box and at most {LARGEST} rows and columns; this one has "
             f"{len(players)} players, {len(boxes)} boxes and {size[0]}x{size[1]} cells"
         )
-    return State(
-        size=size, walls=found["#"], goals=found["."] | found["*"] | found["+"], boxes=boxes, player=next(iter(players))
-    )
+    goals = found["."] | found["*"] | found["+"]
+    return State(size=size, walls=found["#"], goals=goals, boxes=boxes, player=next(iter(players)))
 
 
 def start(level: str | Sequence[Any]) -> State:

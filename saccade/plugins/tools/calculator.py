@@ -6,10 +6,10 @@ Computes exactly, with fractions. Length, depth and size of numbers are bounded.
     '8.666666667'
 """
 
-import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from operator import add, mul, sub, truediv
 
 from saccade.plugins.tools.calls import CallError
 
@@ -66,9 +66,9 @@ def _value(tokens: list[str], least: int, depth: int) -> Fraction:
         if abs(int(token.lower().partition("e")[2] or 0)) > MOST_BITS:  # before Fraction expands the digits
             raise _wrong("too large")
         value = _bounded(Fraction(token))
-    while tokens and tokens[0] in OPERATORS and (binds := OPERATORS[tokens[0]][0]) >= least:
+    while tokens and tokens[0] in OPERATORS and (binds := BINDS[tokens[0]]) >= least:
         name = tokens.pop(0)
-        value = _bounded(OPERATORS[name][1](value, _value(tokens, binds + (name != "^"), depth + 1)))
+        value = _bounded(OPERATORS[name](value, _value(tokens, binds + (name != "^"), depth + 1)))
     return value
 
 
@@ -80,13 +80,9 @@ def _power(value: Fraction, exponent: Fraction) -> Fraction:
     return Fraction(value**exponent)
 
 
-OPERATORS: dict[str, tuple[int, Callable[[Fraction, Fraction], Fraction]]] = {
-    "+": (1, operator.add),
-    "-": (1, operator.sub),
-    "*": (2, operator.mul),
-    "/": (2, operator.truediv),
-    "^": (4, _power),
-}
+Operate = Callable[[Fraction, Fraction], Fraction]
+BINDS = {"+": 1, "-": 1, "*": 2, "/": 2, "^": 4}  # precedence
+OPERATORS: dict[str, Operate] = {"+": add, "-": sub, "*": mul, "/": truediv, "^": _power}
 
 
 def _bits(value: Fraction) -> int:

@@ -92,13 +92,11 @@ def _fractions(box: Any, size: tuple[float, float]) -> tuple[float, ...]:
 
 def _pixels(box: Sequence[float], media: Media) -> tuple[int, int, int, int]:
     """The box in whole pixels, rounded outwards."""
-    x0, y0, x1, y1 = box
-    return (
-        math.floor(x0 * media.width + ROUNDING),
-        math.floor(y0 * media.height + ROUNDING),
-        math.ceil(x1 * media.width - ROUNDING),
-        math.ceil(y1 * media.height - ROUNDING),
+    x0, y0 = (math.floor(edge * side + ROUNDING) for edge, side in zip(box, (media.width, media.height), strict=False))
+    x1, y1 = (
+        math.ceil(edge * side - ROUNDING) for edge, side in zip(box[2:], (media.width, media.height), strict=True)
     )
+    return x0, y0, x1, y1
 
 
 def _size(media: Media, coordinates: str, unit: int) -> tuple[float, float]:

@@ -21,10 +21,8 @@ def tool_metrics(everyone: Sequence[Trajectory]) -> dict[str, float]:
     calls: list[dict[str, Any]] = [call for t in using for call in t.info["tool_calls"]]
     reasons = Counter(call["reason"] for call in calls if not call["ok"])
     crops = [call for call in calls if call.get("area") is not None]
-    metrics = {
-        "tool/calls_per_sample": len(calls) / len(using),
-        **{f"tool/invalid/{reason}": n / len(calls) for reason, n in sorted(reasons.items())},
-    }
+    metrics = {f"tool/invalid/{reason}": n / len(calls) for reason, n in sorted(reasons.items())}
+    metrics["tool/calls_per_sample"] = len(calls) / len(using)
     if calls:
         metrics["tool/success_frac"] = fmean(call["ok"] for call in calls)
     if crops:

@@ -25,10 +25,7 @@ ORIGINAL = "original_image"
 FIRST, HINTED, NEXT = "Too small to read.", "A light patch.", "Not here."
 FRAMED, AGAIN = "A frame.", "I correct it."
 # Coordinates as text, by `env.coordinates`; not `absolute`, as the size of the resized image is unknown here.
-NUMBERS: Mapping[str, Callable[[float], str]] = {
-    "relative": lambda edge: f"{edge:g}",
-    "milli": lambda edge: f"{1000 * edge:.0f}",
-}
+NUMBERS = {"relative": lambda edge: f"{edge:g}", "milli": lambda edge: f"{1000 * edge:.0f}"}
 
 
 def call(box: Sequence[float], source: str, *, coordinates: str = "relative", named: bool = False) -> str:

@@ -19,7 +19,6 @@ A policy with k zooms finds a medium target with probability k / grid², and a g
 """
 
 import io
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from PIL import Image
 
 from saccade.errors import ConfigError
 from saccade.media.images import open_media
+from saccade.plugins.quickstart.counting import balanced
 from saccade.plugins.visual_search import optotypes
 from saccade.plugins.visual_search.optotypes import DIGITS, FRAME, LETTERS, MARGIN, TILE, TINTS, TURNS
 from saccade.types import Media, Message, Sample
@@ -60,11 +60,7 @@ class Kind(NamedTuple):
     lookalikes: Sequence[str]
 
 
-LEVELS: Mapping[str, Level] = {
-    "easy": Level(hinted=True, objects=2),
-    "medium": Level(),
-    "hard": Level(nested=True, lookalikes=0.4),
-}
+LEVELS = {"easy": Level(hinted=True, objects=2), "medium": Level(), "hard": Level(nested=True, lookalikes=0.4)}
 RING = "Where is the opening of the hidden ring: up, down, left or right?"
 SPOTS = {name: f"spots:{name}" for name in TINTS}
 KINDS: Mapping[str, Kind] = {
@@ -166,11 +162,8 @@ def search_split(
         raise ConfigError(f"grid {grid}: must be from 4 to 16; try 4")
     if view < 2 * TILE or view % (2 * TILE):
         raise ConfigError(f"view {view}: must be a multiple of {2 * TILE}; try 112")
-    answers = list(KINDS[kind].objects)
-    shuffler = np.random.default_rng(seed)
-    rounds = [shuffler.permutation(answers) for _ in range(math.ceil(n / len(answers)))]
     rows = []
-    for i, answer in enumerate(map(str, np.concatenate(rounds)[:n] if rounds else ())):
+    for i, answer in enumerate(balanced([*KINDS[kind].objects], n, seed)):
         rng = np.random.default_rng((seed, i))
         image, target, framed = draw_scene(rng, level=LEVELS[level], kind=kind, answer=answer, grid=grid, view=view)
         extra = {"level": level, "kind": kind, "grid": grid, "view": view}
