@@ -91,6 +91,7 @@ def estimate(
         about = about.replace("(data.max_prompt_tokens)", f"(of rows of {rows})")
     asked = samples is not None or prompt_tokens is not None
     lengths = length_notes(config.data, max(map(len, first)), [] if asked else missing)
+    uncounted = not_counted(config) if others["generates"] else ()
     plan = planned()
     memory, pace = paced(plan)
     alone = paced(planned("run.gpus=1"))[1] if pace and config.run.gpus > 1 else None
@@ -104,12 +105,7 @@ def estimate(
         host=host_items(plan, memory, background=config.save.background),
         pace=pace,
         efficiency=efficiency(pace.seconds, alone.seconds if alone else None, gpus=config.run.gpus) if pace else {},
-        notes=(
-            *unknown_towers(plan, family),
-            *(not_counted(config) if others["generates"] else ()),
-            *of_device,
-            *lengths,
-        ),
+        notes=(*unknown_towers(plan, family), *uncounted, *of_device, *lengths),
         advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
     )
 

@@ -40,6 +40,7 @@ MICRO_BATCHES = 4  # that are constructed; the rest of a step is extrapolated
 SHAPES: WeakKeyDictionary[Any, Shape] = WeakKeyDictionary()  # of empty models, whatever of them is trained
 
 Prompts = tuple[list[Rendered], str]  # and a description of their lengths
+Size = tuple[int, int]  # width and height of an image
 
 
 # -- the model --------------------------------------------------------------------------------------
@@ -100,11 +101,8 @@ def size_of(model: Any, family: Family, settings: LoraConfig, *, element: int, t
         trained = {n: p.numel() for n, p in model.named_parameters() if p.requires_grad}
     head = model.get_output_embeddings().weight
     if train == "qlora":  # `lora.four_bit_options` packs linear layers only, and experts are none
-        packed = sum(
-            module.weight.numel()
-            for name, module in model.named_modules()
-            if isinstance(module, Linear) and module.weight is not head and tower_of(name) == "llm"
-        )
+        linear = (m for name, m in model.named_modules() if isinstance(m, Linear) and tower_of(name) == "llm")
+        packed = sum(layer.weight.numel() for layer in linear if layer.weight is not head)
     return ModelSize(
         shape=SHAPES[model],
         training=training_of(model, trained, tower_of),
@@ -203,12 +201,7 @@ class Plan:
 
 
 def typical_prompts(
-    data: DataConfig,
-    family: Family,
-    rows: Sequence[Sample] | None,
-    *,
-    prompt_tokens: int | None,
-    image: tuple[int, int] | None,
+    data: DataConfig, family: Family, rows: Sequence[Sample] | None, *, prompt_tokens: int | None, image: Size | None
 ) -> Prompts:
     """Prompts of `prompt_tokens` if given, else those of the rows, else of the greatest length that is allowed."""
     tokens, source, heard = prompt_tokens or data.max_prompt_tokens, "data.max_prompt_tokens", tuple[MediaSpan, ...]()
@@ -253,7 +246,7 @@ def prompts_of(samples: Sequence[Sample], family: Family) -> Prompts:
     return [longest, *(ordered[place] for place in places)], about
 
 
-def _largest_picture(data: DataConfig, family: Family) -> tuple[int, int] | None:
+def _largest_picture(data: DataConfig, family: Family) -> Size | None:
     """The largest square image that leaves room for text in a prompt; shrunk as with `data.overlong=shrink`."""
     budget = data.max_pixels
     while _picture((side := isqrt(budget), side), data, family).length >= data.max_prompt_tokens:
@@ -273,7 +266,7 @@ def _longest_sound(data: DataConfig, family: Family) -> tuple[MediaSpan, ...]:
     return ()
 
 
-def _picture(size: tuple[int, int], data: DataConfig, family: Family) -> MediaSpan:
+def _picture(size: Size, data: DataConfig, family: Family) -> MediaSpan:
     media = Media(hash="planned", width=size[0], height=size[1], path="planned")
     media = replace(media, min_pixels=data.min_pixels, max_pixels=data.max_pixels)
     grid, length = family.measure(media)

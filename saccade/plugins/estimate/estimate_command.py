@@ -36,12 +36,9 @@ def run(
     """The command. `network`: Gb/s between machines."""
     quiet_libraries()
     planned = find_device(device, config.run.device)
-    found = estimate(
-        config,
-        replace(planned, network=network / 8) if network else planned,
-        prompt_tokens=prompt_tokens,
-        image=None if image is None else parse_size(image),
-    )
+    planned = replace(planned, network=network / 8) if network else planned
+    size = None if image is None else parse_size(image)
+    found = estimate(config, planned, prompt_tokens=prompt_tokens, image=size)
     if device is None and (short := short_of_memory(config, found)):
         found = replace(found, notes=(*found.notes, short))
     if as_json:

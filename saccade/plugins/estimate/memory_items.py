@@ -126,16 +126,13 @@ def _always(plan: Plan) -> list[Item]:
     sizes["teacher"] = plan.element * plan.teacher * plan.share("weights")
     if plan.step.pictures and towers_frozen(plan.policy.training):
         sizes["features of images"] = FEATURE_BYTES
-    items = [
-        Item(name=name, gib=size / GIB, phase="always", note="at most" if "features" in name else "")
-        for name, size in sizes.items()
-    ]
+    notes = {"features of images": "at most"}
+    items = [Item(name=n, gib=size / GIB, phase="always", note=notes.get(n, "")) for n, size in sizes.items()]
     rewards = sum(f.stat().st_size for d in reward_folders(plan.config.reward) for f in weights_in(d)) / GIB
     scoring = "scoring" if rewards and plan.config.reward.offload and plan.layout == "whole" else "always"
     rewards *= plan.share("weights")
-    items.append(
-        Item(name="reward models", gib=rewards, phase=scoring, note="while they score" * (scoring != "always"))
-    )
+    note = "while they score" * (scoring != "always")
+    items.append(Item(name="reward models", gib=rewards, phase=scoring, note=note))
     # Replicas have their own weights to generate with.
     if plan.divides(plan.policy) and plan.generates and not plan.config.rollout.replicas:
         phases = ("rollout", *["scoring"] * (scoring != "always")) if plan.config.train.offload else ("always",)
@@ -189,10 +186,8 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
     fitting = min(plan.sequences, int(pool / wanted * plan.sequences))
     held = f"{fitting} of {plan.sequences} sequences at a time, {step.mean_length:.0f} tokens each"
     cut = f"prompts in pieces, all at once {whole:.2f}" if whole > left + margin > least else ""
-    return [
-        Item(name=POOL, gib=pool, phase="rollout", note=held),
-        Item(name="prompts and logits", gib=beside, phase="rollout", note=cut),
-    ]
+    rows = ((POOL, pool, held), ("prompts and logits", beside, cut))
+    return [Item(name=name, gib=gib, phase="rollout", note=note) for name, gib, note in rows]
 
 
 def _prefill(plan: Plan) -> tuple[float, float]:
@@ -212,12 +207,9 @@ def _prefill(plan: Plan) -> tuple[float, float]:
     tokens, largest = max(units, default=(0, 0.0))
     most = max(PREFILL_TOKENS, tokens) if plan.paged else PREFILL_TOKENS + tokens
     together = min(plan.config.train.prompts_per_step * mean, most)
-    sizes = (
-        (together, max(largest, together / mean * mean_passing)),
-        (min(together, max(tokens, SMALLEST_PREFILL)), largest),
-    )
-    whole, least = (plan.element * max(_forward(shape.text, n), towers) for n, towers in sizes)
-    return whole, least
+    least = min(together, max(tokens, SMALLEST_PREFILL))
+    whole = max(_forward(shape.text, together), largest, together / mean * mean_passing)
+    return plan.element * whole, plan.element * max(_forward(shape.text, least), largest)
 
 
 def _forward(stack: Stack, tokens: float) -> float:
@@ -272,11 +264,8 @@ def passed_towers(plan: Plan, learner: ModelSize, batch: Batch) -> list[Tower]:
     shape, element = learner.shape, plan.element
     keys = gathered_keys(batch) * key_repeats(shape.key_heads, plan.together) / plan.together
     passed = [("llm", shape.text, tokens_of_a_rank(plan, batch), keys, learner.training["llm"])]
-    passed += [
-        (sense, shape.senses[sense], count, count, learner.training[sense])
-        for sense, count in sensed(shape, batch.media).items()
-        if learner.training[sense].passed
-    ]
+    seen = ((sense, count, learner.training[sense]) for sense, count in sensed(shape, batch.media).items())
+    passed += [(sense, shape.senses[sense], count, count, trained) for sense, count, trained in seen if trained.passed]
     found = []
     for name, stack, tokens, keys, trained in passed:
         kept = layer_bytes(stack, tokens, keys, element=element, adapted=trained.adapters > 0)

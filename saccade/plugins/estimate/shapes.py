@@ -118,13 +118,9 @@ def shape_of(model: Any, tower_of: Callable[[str], str]) -> Shape:
     recurrent = kinds.count("linear_attention")
     names = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
     states, key, value = (getattr(text, name) if recurrent else 0 for name in names)
-    stack = _stack(
-        layers["llm"],
-        text.hidden_size,
-        queries=fmean(asked for asked, _ in widths),
-        keys=fmean(kept for _, kept in widths),
-        chosen=next(filter(None, (getattr(text, name, None) for name in CHOSEN)), 1),
-    )
+    queries, keys = (fmean(column) for column in zip(*widths, strict=True))
+    chosen = next(filter(None, (getattr(text, name, None) for name in CHOSEN)), 1)
+    stack = _stack(layers["llm"], text.hidden_size, queries=queries, keys=keys, chosen=chosen)
     beside = _beside("llm", layers["llm"], model, tower_of)  # such as Gemma's projections of per-layer inputs
     return Shape(
         text=replace(stack, matrices=stack.matrices + sum(m * n for m, n in beside) / stack.layers),
@@ -247,18 +243,13 @@ def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], 
 
     settings: Any = getattr(model.config, f"{sense}_config", None)
     inside = {id(module) for layer in layers for module in layer.modules()}
-    convolutions = [
-        module
-        for name, module in model.named_modules()
-        if isinstance(module, Conv1d | Conv2d | Conv3d) and tower_of(f"{name}.") == sense and id(module) not in inside
-    ]
+    outside = (m for name, m in model.named_modules() if tower_of(f"{name}.") == sense and id(m) not in inside)
+    convolutions = [module for module in outside if isinstance(module, Conv1d | Conv2d | Conv3d)]
     convolved = [module.weight for module in convolutions]
     alone = len([name for name in SENSES if hasattr(model.config, f"{name}_config")]) == 1
-    projected = [
-        (m * n, bool(LOOKING.search(name)))
-        for name, m, n in _matrices(model)
-        if tower_of(name) == "projector" and (alone or ("audio" in name) == (sense == "audio"))
-    ]
+    projectors = [(name, m * n) for name, m, n in _matrices(model) if tower_of(name) == "projector"]
+    own = [(name, size) for name, size in projectors if alone or ("audio" in name) == (sense == "audio")]
+    looking = sum(size for name, size in own if LOOKING.search(name))
     merge, full = getattr(settings, "spatial_merge_size", 1), set(range(len(layers)))
     window = 2 * getattr(settings, "n_window", 0) or None  # frames
     if hasattr(settings, "fullatt_block_indexes"):
@@ -278,8 +269,8 @@ def _sense(sense: str, layers: list[Any], model: Any, tower_of: Callable[[str], 
         _stack(layers, hidden),
         inputs=first,
         stem=sum(size / (shrunk if sense == "vision" else 1) for size, shrunk in zip(later, shrinking, strict=True)),
-        projector=sum(size for size, looking in projected if not looking),
-        looking=sum(size for size, looking in projected if looking),
+        projector=sum(size for _, size in own) - looking,
+        looking=looking,
         merge=merge,
         window=window,
         full_layers=len(full),

@@ -308,10 +308,7 @@ def _k3(delta: Tensor) -> Tensor:
 
 
 STATISTICS = {"token": token, "seq_sum": Mismatch.total, "seq_mean": Mismatch.mean, "seq_max": Mismatch.largest}
-DISTANCES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "k2": (lambda delta: delta.square() / 2, "delta^2 / 2"),
-    "k3": (_k3, "exp(delta) - 1 - delta"),
-}
+DISTANCES = {"k2": (lambda delta: delta.square() / 2, "delta^2 / 2"), "k3": (_k3, "exp(delta) - 1 - delta")}
 for _level, _statistic in STATISTICS.items():
     if _level != "seq_max":  # a maximum cannot be compared with a lower bound
         add(ROWS, f"low <= exp(delta by {_level}) <= high", name=f"reject.{_level}.k1")(_reject_ratio(_statistic))

@@ -78,19 +78,16 @@ class HostState(OptimizerState):
                 cuts[low].append((name, max(low - start, 0), min(low + CHUNK - start, count)))
         device = torch.get_device_module(self.device)
         now, coming, going = device.current_stream(), device.Stream(), device.Stream()
-        width = min(CHUNK, self._length)
+        width, each = min(CHUNK, self._length), self._each
         slots = [
-            {key: flat.new_empty(width // self._each[key], device=self.device) for key, flat in self._flat.items()}
+            {key: flat.new_empty(width // each[key], device=self.device) for key, flat in self._flat.items()}
             for _ in range(min(SLOTS, len(cuts)))
         ]
         emptied = [now.record_event() for _ in slots]  # the memory may have been in use until now
         for number, (low, cut) in enumerate(sorted(cuts.items())):
             turn, high = number % SLOTS, min(low + CHUNK, self._length)
             slot = slots[turn]
-            pairs = [
-                (slot[key][: (high - low) // each], self._flat[key][low // each : high // each])
-                for key, each in self._each.items()
-            ]
+            pairs = [(slot[key][: (high - low) // n], self._flat[key][low // n : high // n]) for key, n in each.items()]
             coming.wait_event(emptied[turn])
             with device.stream(coming):
                 for there, here in pairs:
@@ -100,11 +97,7 @@ class HostState(OptimizerState):
             for name, first, end in cut:
                 start, stop = self._starts[name] + first - low, self._starts[name] + end - low
                 parameter, gradient = (t.detach().view(-1)[first:end] for t in (self.parameters[name], gradients[name]))
-                state = {
-                    key: slot[key][start // each : -(-stop // each)]
-                    for key, each in self._each.items()
-                    if key in self.tensors[name]
-                }
+                state = {key: slot[key][start // each[key] : -(-stop // each[key])] for key in self.tensors[name]}
                 pieces.append(Piece(name, parameter, gradient, state))
             yield pieces
             going.wait_stream(now)
