@@ -66,15 +66,9 @@ class Parity:
 
 def compare(config: Config, engine: Engine, policy: LocalTrainer, samples: Sequence[Sample], *, version: int) -> Parity:
     """Return the gaps; raises if one is too large."""
-    return probe(
-        engine,
-        policy,
-        samples,
-        sampling=rollout_sampling(config),
-        limit=config.rollout.parity_max or LIMITS[str(policy.dtype).removeprefix("torch.")],
-        version=version,
-        copies=max(1, config.rollout.replicas),
-    )
+    limit = config.rollout.parity_max or LIMITS[str(policy.dtype).removeprefix("torch.")]
+    sampling, copies = rollout_sampling(config), max(1, config.rollout.replicas)
+    return probe(engine, policy, samples, sampling=sampling, limit=limit, version=version, copies=copies)
 
 
 def probe(
@@ -134,8 +128,7 @@ class _Bench:
         """The trainer's log-probs of what the engine sampled, each answer in a batch of its own."""
         sample, batches = Sample(id="parity", messages=()), []
         for answer in answers:
-            group = Group(sample=sample, trajectories=(answer,))
-            batches += pack([group], micro_tokens=len(answer.ids))
+            batches += pack([Group(sample=sample, trajectories=(answer,))], micro_tokens=len(answer.ids))
         scoring = scoring or Scoring(temperature=self.sampling.temperature)
         return [logprobs for logprobs, _ in self.policy.logprobs(batches, scoring)]
 

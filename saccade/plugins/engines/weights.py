@@ -151,8 +151,7 @@ class Mapped:
 def require_checksums(weights: Iterable[tuple[str, Tensor]], checksums: Mapping[str, int]) -> None:
     """Refuse weights that differ from the trainer's."""
     found = {name: checksum(tensor) for name, tensor in weights if name in checksums}
-    wrong = sorted(name for name in checksums if found.get(name) != checksums[name])
-    if wrong:
+    if wrong := sorted(name for name in checksums if found.get(name) != checksums[name]):
         problem = f"weights changed on their way to the engine: {', '.join(wrong[:5])} differ from the trainer's"
         raise EnvironmentProblem(f"{problem}; generate in its process with rollout.replicas=0")
 

@@ -68,15 +68,9 @@ class Remote:
                 why = "takes http://HOST:PORT/PATH, without a password or a query"
                 raise ConfigError(f"{SECTION}.url: {why}; try {SECTION}.url=http://127.0.0.1:8400")
         self.config = config
-        target = Target(
-            urls=[url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH for url in config.url],
-            section=SECTION,
-            retries=config.retries,
-            timeout=config.timeout,
-            key=key_from(config.token, f"{SECTION}.token", example="SACCADE_TOKEN"),
-            hints=HINTS,
-            waits_if_busy=True,
-        )
+        urls = [url if urlsplit(url).path.strip("/") else url.rstrip("/") + PATH for url in config.url]
+        key = key_from(config.token, f"{SECTION}.token", example="SACCADE_TOKEN")
+        target = Target(urls, SECTION, config.retries, config.timeout, key=key, hints=HINTS, waits_if_busy=True)
         self._sender = Sender(target, self._count_request)
         self._queue = RequestQueue(self._send_batch, threads=config.concurrency, batch=config.batch, gather=GATHER)
         self._models = False  # whether the service has a reward model that sees images

@@ -121,11 +121,8 @@ def read_samples(body: Mapping[str, Any], *, response_after: str = "") -> list[R
     gold = "labels" if body.get("labels") is not None else "references"
     labels = _column(body, gold, ANSWER, count) or [None] * count
     answered = _column(body, "answered", FLAG, count) or [True] * count
-    columns = {
-        field: column
-        for name, (field, kind) in COLUMNS.items()
-        if (ours or name != "references") and (column := _column(body, name, kind, count))
-    }
+    asked = {name: about for name, about in COLUMNS.items() if ours or name != "references"}
+    columns = {field: column for n, (field, kind) in asked.items() if (column := _column(body, n, kind, count))}
     samples = []
     for index, (response, problem) in enumerate(found):
         text, messages = _prompt(prompts[index])

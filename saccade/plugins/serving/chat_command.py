@@ -299,13 +299,9 @@ def serve(config: Config, *, host: str, port: int, token: bool, greedy: bool) ->
 
     secret = make_token(host, wanted=token)
     with _opened(config, greedy=greedy) as state:
-        served = Served(
-            family=state.family,
-            model=model_name(config, state.engine),
-            sampling=state.current_sampling(),
-            data=config.data,
-            logprobs=state.engine.capabilities().logprobs,
-        )
+        name, sampling = model_name(config, state.engine), state.current_sampling()
+        logprobs = state.engine.capabilities().logprobs
+        served = Served(family=state.family, model=name, sampling=sampling, data=config.data, logprobs=logprobs)
         hub = Hub(state.engine)
         with running(chat_app(hub, served, token=secret), host, port) as address:
             shown = shown_token(secret)

@@ -109,10 +109,8 @@ class ClientRequest:
             starts = list(accumulate(map(len, tokens), initial=0))[:-1]
             return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": starts}
         spelled = [None if BROKEN in token else list(token.encode()) for token in tokens]
-        content = [
-            {"token": token, "logprob": value, "bytes": found, "top_logprobs": []}
-            for token, value, found in zip(tokens, values, spelled, strict=True)
-        ]
+        rows = zip(tokens, values, spelled, strict=True)
+        content = [{"token": token, "logprob": value, "bytes": data, "top_logprobs": []} for token, value, data in rows]
         return {"content": content, "refusal": None}
 
 

@@ -18,7 +18,7 @@ import secrets
 import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -119,22 +119,19 @@ def _guard(app: ASGIApp, gate: Gate, refuse: Callable[[BadRequest], Response]) -
         async def replay() -> Message:
             return read.pop() if read else await receive()
 
-        try:
+        with suppress(ClientDisconnect):
             try:
                 length = _admitted(gate, method, path, headers)
             except BadRequest as problem:
                 return await _refuse_and_drain(refuse(problem), receive, send_in_time)
             gate.memory_left -= length
             try:
-                body = b"".join([piece async for piece in _pieces(receive)])
-                read.append({"type": "http.request", "body": body})
+                read.append({"type": "http.request", "body": b"".join([piece async for piece in _pieces(receive)])})
                 # HEAD is routed as GET; uvicorn drops the body of the reply.
                 inner = {**scope, "path": path, "method": "GET" if method == "HEAD" else method}
                 await app(inner, replay, send_in_time)
             finally:
                 gate.memory_left += length
-        except ClientDisconnect:
-            pass
 
     return guarded
 

@@ -51,8 +51,7 @@ class TextStream:
         self._cut()
 
     def _cut(self) -> None:
-        found = [(self._text.find(end), end) for end in self._stop if end in self._text]
-        if found:
+        if found := [(self._text.find(end), end) for end in self._stop if end in self._text]:
             at, self.stopped_by = min(found)
             self._text = self._text[:at]
 

@@ -121,11 +121,8 @@ def _brief(record: Mapping[str, Any], folder: Path) -> Json:
     said = [part["text"] for part in record["segments"] if part["source"] == "policy"]
     files = [image["file"] for image in record["images"] if image.get("file")]
     path = inside(folder, files[0]) if files else None
-    return {
-        "question": question_of(record)[:BRIEF],
-        "answer": (said or [""])[-1][-BRIEF:],
-        "picture": path and _small(path, THUMBNAIL),
-    }
+    answer, picture = (said or [""])[-1][-BRIEF:], path and _small(path, THUMBNAIL)
+    return {"question": question_of(record)[:BRIEF], "answer": answer, "picture": picture}
 
 
 @lru_cache(maxsize=1024)

@@ -115,8 +115,7 @@ class Replicas(Engine):
 
     def sleep(self) -> None:
         """Only replicas on the trainer's GPU free memory."""
-        beside = [engine for engine in self._working if engine.beside_trainer]
-        self._all(beside, lambda engine: engine.ask("sleep"))
+        self._all([engine for engine in self._working if engine.beside_trainer], lambda engine: engine.ask("sleep"))
 
     def wake(self) -> None:
         self._all(self._working, lambda engine: engine.ask("wake"))

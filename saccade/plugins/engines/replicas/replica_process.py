@@ -137,12 +137,8 @@ def serve(channel: Channel, controller: str | None = None) -> None:
     inbox = listen(channel, tied=controller is None)
     settings = Settings(**inbox.get().row["settings"])
     try:
-        family = load_family(
-            settings.folder,
-            name=settings.family,
-            chat_template=settings.chat_template,
-            trust_remote_code=settings.trust_remote_code,
-        )
+        template, trusted = settings.chat_template, settings.trust_remote_code
+        family = load_family(settings.folder, name=settings.family, chat_template=template, trust_remote_code=trusted)
         engine = build(settings, family)
     except SaccadeError as error:
         channel.send({"failed": describe_error(error)})

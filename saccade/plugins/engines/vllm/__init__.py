@@ -231,10 +231,8 @@ def _build(settings: Settings, family: Family, found: Probe) -> Any:
     if family.spec.image_token:
         # Media are used at the size we send them; vLLM profiles its memory with the largest one.
         size = family.untouched(longest, settings.max_pixels)
-        arguments |= {
-            "limit_mm_per_prompt": {k: settings.max_images * (k in family.spec.media_tokens) for k in TAKEN},
-            "mm_processor_kwargs": {"size": size} if size else None,
-        }
+        most = {kind: settings.max_images * (kind in family.spec.media_tokens) for kind in TAKEN}
+        arguments |= {"limit_mm_per_prompt": most, "mm_processor_kwargs": {"size": size} if size else None}
     if settings.first_tokens:  # keeps vLLM from overlapping its steps
         arguments["logits_processors"] = ["saccade.plugins.engines.vllm.vllm_worker:First"]
     if device.type == "cpu":
@@ -271,15 +269,17 @@ def prompt_of(
         names: dict[str, list[str]] = {}
         for media in (span.media for span in request.media):
             pixels = picture(media)
-            shown: Any = Image.fromarray(pixels)
-            if media.frames:  # a video: all of its frames are used, and their times are told
-                told = metadata(media.frames, media.fps, media.rate)
-                shown = (pixels, {**told, "video_backend": "opencv", "do_sample_frames": False})
-            data.setdefault(media.kind, []).append(shown)
+            data.setdefault(media.kind, []).append(_film(media, pixels) if media.frames else Image.fromarray(pixels))
             names.setdefault(media.kind, []).append("/".join(map(str, (*media.key, media.fps, version))))
         prompt |= {"multi_modal_data": data, "multi_modal_uuids": names}
         prompt["mm_processor_kwargs"] = copy_engine.shown_by(request, family)
     return prompt
+
+
+def _film(media: Any, pixels: np.ndarray) -> tuple[np.ndarray, dict[str, Any]]:
+    """The frames of a video, all of which are used, and metadata with their times."""
+    told = metadata(media.frames, media.fps, media.rate)
+    return pixels, {**told, "video_backend": "opencv", "do_sample_frames": False}
 
 
 def params_of(request: Request, eos: list[int]) -> Any:

@@ -52,12 +52,8 @@ def probe() -> Probe:
     try:
         from vllm.platforms import current_platform as platform
 
-        lacks = [
-            f"{owner.partition(':')[2]}.{name}"
-            for owner, names in NEEDED.items()
-            for name in names
-            if not hasattr(resolve_name(owner), name)
-        ]
+        needed = ((owner, name) for owner, names in NEEDED.items() for name in names)
+        lacks = [f"{o.partition(':')[2]}.{name}" for o, name in needed if not hasattr(resolve_name(o), name)]
     except Exception as error:  # a library that does not fit the machine may raise anything
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         return Probe(problem=f"vllm cannot be imported ({why}); use one for this torch: {INSTALL['vllm']}")

@@ -170,15 +170,9 @@ class ChatClient:
         self._path, self._make_body = APIS[http.api]
         self._cache = "" if http.cache == OFF else http.cache or ""
         self._lock = threading.Lock()
-        target = Target(
-            urls=[http.url],
-            section=section,
-            retries=http.retries,
-            timeout=http.timeout,
-            per_minute=http.per_minute,
-            key=key_from(http.key, f"{section}.key", example="OPENAI_API_KEY"),
-            options={"model": f"{section}.model", "max_tokens": f"{section.removesuffix('.http')}.max_tokens"},
-        )
+        key = key_from(http.key, f"{section}.key", example="OPENAI_API_KEY")
+        options = {"model": f"{section}.model", "max_tokens": f"{section.removesuffix('.http')}.max_tokens"}
+        target = Target([http.url], section, http.retries, http.timeout, http.per_minute, key=key, options=options)
         self._sender = Sender(target, lambda again: self._count(sent=1, repeated=int(again)))
         self.model = http.model or self._only_model()
 

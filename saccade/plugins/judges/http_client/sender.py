@@ -204,9 +204,8 @@ class Sender:
     def _wait(self, url: str, seconds: float, until: float) -> None:
         section = self.target.section
         if time.monotonic() + seconds >= until:
-            raise EnvironmentProblem(
-                f"{section}.url: {url} gave no answer in time; see that it runs, or raise {section}.deadline"
-            )
+            helps = f"see that it runs, or raise {section}.deadline"
+            raise EnvironmentProblem(f"{section}.url: {url} gave no answer in time; {helps}")
         if self._stopped.wait(max(0.0, seconds)):
             raise EnvironmentProblem(f"{section}.url: stopped before it was asked")
 
