@@ -32,11 +32,7 @@ class Average:
 
 
 def set_up_ema(
-    config: Config,
-    family: Family,
-    policy: Any,
-    start: Path | None,
-    attach: Callable[[Any], object] = lambda model: None,
+    config: Config, family: Family, policy: Any, start: Path | None, attach: Callable[[Any], object] = lambda _: None
 ) -> dict[str, Any]:
     """Set up the average if train.ema is set; returns it as a part of checkpoints, by name. `start` is the checkpoint
     to resume from; `attach` adds heads that the model's folder does not have.

@@ -53,8 +53,7 @@ def folder_rows(address: Address) -> tuple[Iterator[Row], Path]:
     for metadata in (home / name for name in METADATA):
         if metadata.is_file():
             return map(_image_row, FILES[metadata.suffix](metadata)), home
-    files = _split_files(folder, address.split)
-    return (row for file in files for row in FILES[suffix_of(file)](file)), folder
+    return (row for file in _split_files(folder, address.split) for row in FILES[suffix_of(file)](file)), folder
 
 
 def _image_row(row: Row) -> Row:

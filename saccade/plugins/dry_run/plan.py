@@ -44,10 +44,8 @@ def print_plan(config: Config, name: str, *, full: bool) -> None:
         print(f"  {quantity:<30} {value}")
     for line in filter(None, (ignored_options(config, name), idle_gpus(config, name))):
         print(line)
-    if model_json(Path(config.model.path)).get("model_type", "") not in (
-        "",
-        *FAMILIES,
-    ):  # raises for a model that cannot be used
+    kind = model_json(Path(config.model.path)).get("model_type", "")
+    if kind not in ("", *FAMILIES):  # raises for a model that cannot be used
         import_module("saccade.recipes.model_setup").family_of(config, config.model.path)
     if name == "rl" or (name in ("sft", "dpo") and config.run.gpus > 1):
         import_module("saccade.plugins.estimate.estimate_command").preview(config, name)
@@ -56,11 +54,8 @@ def print_plan(config: Config, name: str, *, full: bool) -> None:
 
 def _read_by(command: str, tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     """The options that the command reads."""
-    return {
-        name: _read_by(command, value, f"{above}{name}.") if isinstance(value, dict) else value
-        for name, value in tree.items()
-        if not why_ignored(above + name, command)
-    }
+    read = {name: value for name, value in tree.items() if not why_ignored(above + name, command)}
+    return {n: _read_by(command, v, f"{above}{n}.") if isinstance(v, dict) else v for n, v in read.items()}
 
 
 def plan(config: Config, command: str) -> list[tuple[str, str]]:
@@ -110,10 +105,8 @@ def _ahead(config: Config) -> list[tuple[str, str]]:
     algorithm = algorithm_of(config)
     answers = config.train.prompts_per_step * (algorithm.samples_per_prompt + algorithm.estimator.greedy)
     oldest = f"{ahead} steps" + f", {ahead + 1} in a carried surplus" * algorithm.filter.keep_surplus
-    return [
-        ("answers in flight at most", f"{(1 + ahead) * answers} = {1 + ahead} x {answers}"),
-        ("oldest token when trained", oldest),
-    ]
+    flying = f"{(1 + ahead) * answers} = {1 + ahead} x {answers}"
+    return [("answers in flight at most", flying), ("oldest token when trained", oldest)]
 
 
 def _answers(config: Config, command: str) -> list[tuple[str, str]]:
@@ -154,8 +147,7 @@ def total_rows(sources: Sequence[DataSource]) -> int | None:
     """Rows of all sets, or None where one of them cannot be counted quickly."""
     total = 0
     for source in sources:
-        rows = count_rows(source)
-        if rows is None:
+        if (rows := count_rows(source)) is None:
             return None
         rows = max(0, rows - source.offset)
         total += rows if source.max_samples is None else min(rows, source.max_samples)

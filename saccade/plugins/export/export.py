@@ -87,9 +87,7 @@ def _from_parts(
     _require_empty(out)
     kind = DTYPES[dtype] if dtype else None
     if adapters := [name for name in weights if ".lora_" in name]:
-        raise ConfigError(
-            f"{parts}: it holds adapters ({adapters[0]}); merge those that were saved beside it with peft"
-        )
+        raise ConfigError(f"{parts}: it holds adapters ({adapters[0]}); merge those saved beside it with peft")
     if model_json(like, "config.json").get("tie_word_embeddings") and "lm_head.weight" in weights:
         del weights["lm_head.weight"]  # a copy of the embedding
     cast = {name: each.to(kind) if each.is_floating_point() else each for name, each in weights.items()}
@@ -132,8 +130,7 @@ def checkpoint_of(path: Path) -> Path:
     from saccade.run.checkpoint import complete_steps
 
     for folder in (path / "checkpoints", path):
-        steps = complete_steps(folder) if folder.is_dir() else []
-        if steps:
+        if folder.is_dir() and (steps := complete_steps(folder)):
             return folder / f"step-{steps[-1]}"
     if (path / "config.json").is_file():
         return path

@@ -50,10 +50,8 @@ PACE = re.compile(
     r"|batch|key|token|per_minute|cache|price|offload))"
 )
 ANSWERED = {**same("id", "data_source", "prompt"), "answer": "gold"}  # columns of a row; RESPONSES: of each response
-RESPONSES = {
-    **{"text": "response", "tokens": "response_tokens", "score": "outcome"},
-    **same("end_reason", "reward", "extracted"),
-}
+RESPONSES = {"text": "response", "tokens": "response_tokens", "score": "outcome"}
+RESPONSES |= same("end_reason", "reward", "extracted")
 
 NONE_SELECTED = (
     "no prompt has responses that are complete, reach generate.threshold and, as best and worst, differ in reward"

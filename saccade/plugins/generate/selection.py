@@ -44,8 +44,7 @@ def write_selected(
     for row in read_lines(responses):
         if row["id"] in by_id:
             whole = sorted(filter(_is_whole, row["responses"]), key=lambda r: r["reward"], reverse=True)
-            good = [r for r in whole if threshold is None or r["reward"] >= threshold]
-            if good:
+            if good := [r for r in whole if threshold is None or r["reward"] >= threshold]:
                 chosen += SELECT[select](by_id[row["id"]], good, whole)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     convert(chosen, temporary)
@@ -69,10 +68,8 @@ def _best_worst(sample: Sample, good: Sequence[Response], whole: Sequence[Respon
 
 def _all_good(sample: Sample, good: Sequence[Response], whole: Sequence[Response]) -> list[Sample]:
     texts = {response["text"]: response for response in good}  # without duplicates
-    return [
-        replace(_demonstration(sample, response), id=f"{sample.id}/{number}")
-        for number, response in enumerate(texts.values())
-    ]
+    shown = [_demonstration(sample, response) for response in texts.values()]
+    return [replace(one, id=f"{sample.id}/{number}") for number, one in enumerate(shown)]
 
 
 def _demonstration(sample: Sample, response: Response) -> Sample:

@@ -64,10 +64,7 @@ def run_page(page: Page) -> str:
     return "\n".join([f"# Written by `saccade init`. Next: {page.advice}", *lines, AFTER])
 
 
-PLAYED: Sequence[Line] = (
-    ("env:", ""),
-    ("  name: sokoban_step", "an image after each turn; the game gives the rewards"),
-)
+PLAYED = (("env:", ""), ("  name: sokoban_step", "an image after each turn; the game gives the rewards"))
 
 
 def _rewards(rewards: Mapping[str, Guess]) -> Iterator[Line]:
@@ -76,10 +73,8 @@ def _rewards(rewards: Mapping[str, Guess]) -> Iterator[Line]:
         yield "  by_source:", "terms by data_source"
     for source, (verifier, arguments, why) in rewards.items():
         deeper = "  " * bool(source)
-        yield (
-            f"{deeper}  {_quoted(source) if source else 'terms'}:",
-            "added up; the first is the accuracy that is reported",
-        )
+        name = _quoted(source) if source else "terms"
+        yield f"{deeper}  {name}:", "added up; the first is the accuracy that is reported"
         yield f"{deeper}    - verifier: {verifier}", why
         if arguments:
             yield f"{deeper}      args: {arguments}", "words are no mathematics"

@@ -32,12 +32,8 @@ from saccade.run.loggers import read_metrics
 from saccade.run.statistics import mean_interval
 from saccade.system.disk import require_writable
 
-WORDS = (
-    *("<think>", "</think>", "<answer>", "</answer>", "user", "assistant", "system"),
-    *("how", "many", "objects", "?"),
-    *counting.COLOURS,
-    *(str(n) for n in range(1, 10)),
-)
+CHAT = "<think> </think> <answer> </answer> user assistant system how many objects ?"
+WORDS = (*CHAT.split(), *counting.COLOURS, *"123456789")
 SIZES = {  # numbers of demonstrations, prompts and rows of each evaluation set; SFT and RL steps
     "full": {"demonstrations": 400, "prompts": 6000, "evaluation": 600, "sft": 100, "rl": 160},
     "quick": {"demonstrations": 32, "prompts": 64, "evaluation": 16, "sft": 3, "rl": 2},
@@ -235,9 +231,8 @@ def _conclude(out: Path, summary: Mapping[str, Any], scores: Scores) -> None:
     print(f"\n  GRPO gained {gain} points on held-out scenes [{low}, {high}]")
     print(f"  report    {out / 'report.html'}")
     print(f"  model     {out / 'exported'}  (a Hugging Face folder)")
-    print(
-        f"  next      edit {out / 'rl.yaml'}, give it another run.name, then: saccade rl {quote(str(out / 'rl.yaml'))}"
-    )
+    config = out / "rl.yaml"
+    print(f"  next      edit {config}, give it another run.name, then: saccade rl {quote(str(config))}")
 
 
 # -- folders ---------------------------------------------------------------------------------------

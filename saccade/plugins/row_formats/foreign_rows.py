@@ -23,9 +23,7 @@ R1V = Format(
     gold=_inside_answer_tag,
     thinking=("thinking",),
 )
-MINIO3 = replace(
-    R1V, name="minio3", matches=lambda columns: {"problem", "solution", "images"} <= set(columns), thinking=()
-)
+MINIO3 = replace(R1V, name="minio3", matches={"problem", "solution", "images"}.issubset, thinking=())
 LIGHTRFT = Format(
     name="lightrft",
     matches=lambda columns: "prompt" in columns and "chosen" not in columns,
@@ -34,8 +32,5 @@ LIGHTRFT = Format(
     data_source=("label", "extra_info.label", "data_source"),
 )
 SHAREGPT = Format(
-    name="sharegpt",
-    matches=lambda columns: "conversations" in columns,
-    prompt=("conversations",),
-    answer=("answer", "solution"),
+    name="sharegpt", matches={"conversations"}.issubset, prompt=("conversations",), answer=("answer", "solution")
 )

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from math import gcd
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,18 @@ NAMES = {  # the first match counts, else DEFAULT_FAMILY
     r"llama|gemma|mistral|smollm|phi-\d": "llama",
 }
 TOKENS = 16
-PROMPT_TOKENS = 4000  # tiny models have 4096 positions
-IMAGE_PIXELS = 112 * 112
-FRAMES = 4
 ROWS = 8
 TINY_HIDDEN = 64
 # Folder next to a config with example rows in the config's data format; public/ inside it is for suites.
 EXAMPLES = "rows"
+AT_MOST = {  # options that are lowered to these values
+    1: ("val.every",),
+    2: ("train.prompts_per_step", "train.samples_per_prompt", "val.n", "generate.n"),
+    4: ("data.max_frames", "data.min_frames"),
+    TOKENS: ("rollout.max_tokens",),
+    4000: ("data.max_prompt_tokens",),  # tiny models have 4096 positions
+    112 * 112: ("data.max_pixels", "data.min_pixels", "data.max_frame_pixels", "env.max_pixels", "env.min_pixels"),
+}
 DROPPED = {  # options of other engines, and of several GPUs
     "rollout": ("tensor_parallel", "memory_share", "engine_args", "parity_max"),
     "run": ("gpus", "launcher", "restarts", "min_gpus"),
@@ -109,30 +115,18 @@ def smoke(config: Config, command: str) -> Config:
         "run.max_steps": 2,
         "model.path": f"tiny:{model_type(config)}",
         "model.family": "generic" if config.model.family == "generic" else None,
-        "data.max_pixels": min(data.max_pixels, IMAGE_PIXELS),
-        "data.min_pixels": min(data.min_pixels, IMAGE_PIXELS),
-        "data.max_frame_pixels": min(data.max_frame_pixels, IMAGE_PIXELS),
-        "data.max_frames": min(data.max_frames, FRAMES),
-        "data.min_frames": min(data.min_frames, FRAMES),
         "data.max_samples": min(data.max_samples or ROWS, ROWS),
         "data.val": [{**source.model_dump(exclude_unset=True), "max_samples": 2} for source in data.val],
-        "data.max_prompt_tokens": min(data.max_prompt_tokens, PROMPT_TOKENS),
         "rollout.engine": "embedded",
         "rollout.replicas": 0,
-        "env.max_pixels": min(config.env.max_pixels, IMAGE_PIXELS),
-        "env.min_pixels": min(config.env.min_pixels, IMAGE_PIXELS),
-        "rollout.max_tokens": min(config.rollout.max_tokens, TOKENS),
-        "train.prompts_per_step": min(train.prompts_per_step, 2),
-        "train.samples_per_prompt": min(train.samples_per_prompt, 2),
         "train.warmup": 0,
         "algorithm.filter.dynamic": False,  # a random model is never right: it would sample without end
-        "val.every": min(config.val.every, 1),
-        "val.n": min(config.val.n, 2),
         "val.max_tokens": TOKENS,
-        "generate.n": min(config.generate.n, 2),
         "save.every": 0,
         "track.loggers": [],
     }
+    for most, names in AT_MOST.items():
+        changes |= {name: min(attrgetter(name)(config), most) for name in names}
     reward = config.reward.model_dump(exclude_unset=True)
     for name in ("terms", "by_source"):
         if name in reward:

@@ -52,9 +52,8 @@ def run(file: Path, overrides: Sequence[str], *, dry_run: bool, smoke: bool) -> 
     shared, stages = read(file, overrides, smoke=smoke)
     if dry_run:
         for stage in stages:
-            print(
-                f"== {stage.name}: saccade {stage.command}{f', from the {stage.start} checkpoint' * bool(stage.start)}"
-            )
+            start = f", from the {stage.start} checkpoint" * bool(stage.start)
+            print(f"== {stage.name}: saccade {stage.command}{start}")
             import_module("saccade.plugins.dry_run.plan").print_plan(stage.config, stage.command, full=False)
         return
     folder = Path(shared.run.out, "smoke/stages" if smoke else "", shared.run.name)
@@ -135,11 +134,8 @@ def _run_stage(stage: Stage, config: Config, folder: Path, finished: Mapping[str
     file, text = folder / f"{stage.name}.yaml", to_yaml(config, full=False)
     if stage.name in finished:
         lines = file.read_text(encoding="utf-8").splitlines(), text.splitlines()
-        changed = [line for line in difflib.ndiff(*lines) if line[0] in "+-"]
-        if changed:
-            raise ConfigError(
-                f"stage {stage.name} is over; for another choose another run.name=…\n" + "\n".join(changed)
-            )
+        if changed := "\n".join(line for line in difflib.ndiff(*lines) if line[0] in "+-"):
+            raise ConfigError(f"stage {stage.name} is over; for another choose another run.name=…\n{changed}")
         log.info(f"stage {stage.name} is over: {finished[stage.name]}")
         return
     write_whole(file, text)

@@ -79,10 +79,8 @@ class Watchdog:
             main = time.clock_gettime(time.pthread_getcpuclockid(self._main.ident or 0))
             own = time.process_time() - time.thread_time()  # without this watching thread
             cpu = [own + sum(os.times()[2:4]) + children_cpu("self"), main]
-            works = [
-                now_used - then > MOVES * (now - since)
-                for now_used, then, since in zip(cpu, before, moved, strict=True)
-            ]
+            spans = zip(cpu, before, moved, strict=True)
+            works = [spent - then > MOVES * (now - since) for spent, then, since in spans]
             mark = hash(tuple((frame.f_code, frame.f_lasti) for frame in _frames(self._main)))
             halted = now - last > 5 * every  # this process or the machine was suspended
             for kind, moves in enumerate((works[0] or used != disk, works[1] and mark != place)):
@@ -116,9 +114,8 @@ class Watchdog:
     def _write_stacks(self) -> None:
         """Stacks of this process and of descendants that opened STACKS; of others the command and kernel wait state."""
         with self.file.open("w", encoding="utf-8") as file:
-            print(
-                f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._message}\n\n-- process {os.getpid()}, this run", file=file
-            )
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            print(f"{when} {self._message}\n\n-- process {os.getpid()}, this run", file=file)
             file.flush()
             faulthandler.dump_traceback(file)
             for child in children("self"):
