@@ -297,20 +297,17 @@ def print_report(report: Report) -> None:
     others = "".join(f", {n} {what}" for what, n in counts.items() if n or what == "bad")
     shown = "media" if {"video", "audio", "series"} & set(report.media_kinds) else "images"
     renamed = "1 row" if report.renamed == 1 else f"{report.renamed} rows"
-    tested = report.self_test or {"failures": ()}
+    tested, verdict = report.self_test or {"failures": ()}, ""
     if tested.get("rows"):
         verdict = f"{'passed' if tested['passed'] else 'FAILED'} on {tested['rows']} rows"
     elif report.self_test is not None:
         verdict = f"tested nothing: {'; '.join(tested['skipped']) or 'no good row'}"
-    else:
-        verdict = ""
+    needed = report.gold_rate or report.answerless < report.good
     lines = {
         "rows": f"{report.rows}, {report.good} good{others}",
         "format": ", ".join(f"{name}: {format}" for name, format in report.formats.items()),
         shown: f"{report.images} different, {'decoded' if report.decoded else 'with a readable header'}",
-        "answers": f"{report.gold_rate:.1%} of the good rows"
-        if report.gold_rate or report.answerless < report.good
-        else "",
+        "answers": f"{report.gold_rate:.1%} of the good rows" if needed else "",
         "duplicate ids": f"{len(report.duplicate_ids)}, and {renamed} got a suffix" if report.duplicate_ids else "0",
         "val in train": f"{report.repeated} different rows of data.val are in data.train" if report.repeated else "",
         "prompt tokens": ", ".join(f"{k} {v:.0f}" for k, v in report.lengths.items()),

@@ -20,15 +20,12 @@ from saccade.run.folder import write_whole
 from saccade.types import Media, Message, Sample
 
 Length = Callable[[Sample], int]
+Ask = Callable[[Sample], Sample]
 
 
 @contextmanager
 def cached_lengths(
-    config: Config,
-    family: Family,
-    kind: str,
-    ask: Callable[[Sample], Sample],
-    render: Callable[[Sequence[Message]], Sized],
+    config: Config, family: Family, kind: str, ask: Ask, render: Callable[[Sequence[Message]], Sized]
 ) -> Iterator[Length]:
     """Yields a cached length function. `ask` words a row; `render`, named by `kind`, turns messages into tokens."""
     path = Path(config.run.out) / ".cache" / f"{kind}-lengths-{renderer(family)}.json"

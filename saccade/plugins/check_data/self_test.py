@@ -159,15 +159,9 @@ def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *,
         for index, row in enumerate(rows):
             asked += _cases(row, golds[index:] + golds[:index], recipe, render)
     cases, ended = _scored(scorer, asked)
-    failures = _failures(cases, format)
-    return SelfTest(
-        passed=not failures,
-        rows=sum(case.kind == "gold" for case in cases),
-        failures=tuple(failures),
-        skipped=tuple(skipped),
-        ended=ended,
-        format=format,
-    )
+    found, tested = tuple(_failures(cases, format)), sum(case.kind == "gold" for case in cases)
+    idle = tuple(skipped)
+    return SelfTest(passed=not found, rows=tested, failures=found, skipped=idle, ended=ended, format=format)
 
 
 def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Callable[[str], str]) -> Iterator[Unscored]:

@@ -54,8 +54,7 @@ def run(config: Config, *, as_json: bool = False) -> None:
                     console.print(Text(f"{'':<26}to fix it: {finding.fix}", style="dim"))
     if as_json:
         print(json.dumps({"findings": [finding._asdict() for finding in found]}, indent=2))
-    failed = [finding.name for finding in found if finding.status == "failure"]
-    if failed:
+    if failed := [finding.name for finding in found if finding.status == "failure"]:
         raise EnvironmentProblem(f"{len(failed)} of {len(found)} checks failed: {', '.join(dict.fromkeys(failed))}")
     if not as_json:
         print(f"none of {len(found)} checks failed")

@@ -71,13 +71,10 @@ def weights(path: Path, vocabulary: int | None) -> Rows:
     places = json.loads((path / INDEX).read_bytes())["weight_map"] if (path / INDEX).exists() else {}
     headers: dict[str, Any] = {shard: header_of(path / shard) for shard in {*places.values()} or {SINGLE}}
     broken = [f"{shard}: {why}" for shard, why in sorted(headers.items()) if isinstance(why, str)]
-    broken += [
-        f"{shard}: {INDEX} places {name} there, which it lacks"
-        for name, shard in places.items()
-        if not isinstance(headers[shard], str) and name not in headers[shard]
-    ]
-    yield from (("failure", text, AGAIN) for text in broken)
+    lost = [(n, s) for n, s in places.items() if not isinstance(headers[s], str) and n not in headers[s]]
+    broken += [f"{shard}: {INDEX} places {name} there, which it lacks" for name, shard in lost]
     if broken:
+        yield from (("failure", text, AGAIN) for text in broken)
         return
     tensors = {name: entry for header in headers.values() for name, entry in header.items()}
     embedded = (t["shape"][0] for n, t in tensors.items() if n.endswith("embed_tokens.weight"))
@@ -107,8 +104,7 @@ def tokenizer(family: Family, data: DataConfig) -> Rows:
     paths = [Path(parse_address(source.path).path) for source in data.train]
     if paths and all(path.exists() for path in paths):
         some = {"max_samples": READ, "max_bad_fraction": 1.0, "on_bad_row": "quarantine"}
-        samples = datasets.load(data.train, data.model_copy(update=some)).samples
-        if found := unknown_words(family, samples):
+        if found := unknown_words(family, datasets.load(data.train, data.model_copy(update=some)).samples):
             yield "warning", *found
 
 

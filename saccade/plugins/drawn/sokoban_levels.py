@@ -36,8 +36,7 @@ def draw_level(rng: Random, cells: int, boxes: int) -> tuple[State, list[str]]:
         every = frozenset((r, c) for r in range(cells) for c in range(cells))
         solved = State(size=(cells, cells), walls=every - {*floor}, goals=placed, boxes=placed, player=floor[0])
         found = _pulled([replace(solved, player=cell) for cell in floor if cell not in placed])
-        hard = [state for state in found if not state.boxes & state.goals]
-        if hard:
+        if hard := [state for state in found if not state.boxes & state.goals]:
             state = rng.choice(hard[-(len(hard) // 4 + 1) :])  # from the quarter that needs the most moves
             chosen, moves = state, []
             while before := found[state]:

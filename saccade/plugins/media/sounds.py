@@ -49,8 +49,7 @@ def open_sound(source: Any, *, base: Path | None = None, limits: DataConfig = DE
 def _encoded(source: Any, base: Path | None, limits: DataConfig) -> Encoded:
     if isinstance(source, Mapping) and source.get("array") is not None:
         try:
-            rate = int(source.get("sampling_rate") or RATE)
-            return _as_wav(np.asarray(source["array"], np.float32), rate)
+            return _as_wav(np.asarray(source["array"], np.float32), int(source.get("sampling_rate") or RATE))
         except (ValueError, TypeError, wave.Error, struct.error) as error:
             hint = f"a sound is a list of numbers, its sampling_rate a number such as {RATE}"
             raise ImageError(f"array: {error}; {hint}") from None

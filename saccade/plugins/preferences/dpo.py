@@ -119,8 +119,7 @@ def _validation_sets(config: Config, family: Family, options: PreferenceLoss) ->
     held: Sets = {}
     for (name, dataset), source in zip(sets.items(), config.data.val, strict=False):
         if any(sample.candidates for sample in dataset.samples):
-            found = load_pairs(config, [source], family, paired=options.whole)
-            held[name] = held_out(found, name, source.path)
+            held[name] = held_out(load_pairs(config, [source], family, paired=options.whole), name, source.path)
     asked = {name: dataset for name, dataset in sets.items() if name not in held}
     if asked and not config.reward.given:
         helps = "set reward.terms=[exact], give rows with chosen and rejected, or val.every=0"
@@ -168,11 +167,8 @@ def cached_reference(
         torch.cuda.empty_cache()  # return the memory to the device, for other processes
 
     def ref_logprobs(batches: Sequence[Batch], groups: Sequence[Group]) -> list[np.ndarray]:
-        found = {
-            member.key: total
-            for group in groups
-            for member, total in zip(group.trajectories, scores[content_hash(group.sample)], strict=True)
-        }
+        known = ((group.trajectories, scores[content_hash(group.sample)]) for group in groups)
+        found = {m.key: total for members, own in known for m, total in zip(members, own, strict=True)}
         return [np.array([found[key] for key in batch.keys]) for batch in batches]
 
     return ref_logprobs

@@ -15,7 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -263,11 +263,9 @@ omnireward_t2a = _omnireward("audio", "_path")
 
 def _rated(kind: str, prompt: Any, group: Any, ratings: Any, media: Callable[[str], Any]) -> list[Rated]:
     """The rated candidates of several models; `media` returns the path of a model's candidate."""
-    return [
-        Rated(kind=kind, prompt=prompt, media=media(n), group=group, ratings={MAIN: v}, name=n)
-        for n, v in (ratings or {}).items()
-        if v not in (None, "", [])
-    ]
+    rated = partial(Rated, kind=kind, prompt=prompt, group=group)
+    given = {n: value for n, value in (ratings or {}).items() if value not in (None, "", [])}
+    return [rated(media=media(n), ratings={MAIN: value}, name=n) for n, value in given.items()]
 
 
 def genai_bench(row: Record) -> list[Rated]:

@@ -75,13 +75,9 @@ def held_out(found: datasets.Dataset, name: str, path: str) -> datasets.Dataset:
 
 def candidate_group(sample: Sample, family: Family) -> Group:
     """The candidates of a sample as a group that shares its prompt; `repeat` is CHOSEN or REJECTED."""
-    sides = [CHOSEN, REJECTED]
-    if sample.desirable is not None:
-        sides = [CHOSEN if sample.desirable else REJECTED]
-    members = [
-        reply_trajectory(sample.id, side, sample.messages, candidate, family)
-        for side, candidate in zip(sides, sample.candidates, strict=True)
-    ]
+    sides = {None: [CHOSEN, REJECTED], True: [CHOSEN], False: [REJECTED]}[sample.desirable]
+    replies = zip(sides, sample.candidates, strict=True)
+    members = (reply_trajectory(sample.id, side, sample.messages, reply, family) for side, reply in replies)
     return Group(sample=sample, uid=sample.id, trajectories=tuple(members))
 
 

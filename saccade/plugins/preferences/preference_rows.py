@@ -88,7 +88,7 @@ def check_labels(labels: Any) -> None:
 _compared = partial(Format, read_candidates=read_candidates)
 PAIRS = _compared(
     name="pairs",
-    matches=lambda columns: {"chosen", "rejected"} <= set(columns),
+    matches={"chosen", "rejected"}.issubset,
     prompt=("prompt", "question", "problem", "input", "messages", "conversations"),
     answer=("answer", "solution"),
     candidates={"chosen": ("chosen",), "rejected": ("rejected",)},

@@ -146,9 +146,8 @@ def advise_ahead(rows: Sequence[Row], phases: Mapping[str, float], config: Mappi
     refused = any(PRESETS.get(name, {}).get("on_policy") for name in ([names] if isinstance(names, str) else names))
     if refused or rollout < training or not 0 < mean <= longest / 2:
         return []
-    took = (
-        f"rollouts take {rollout / (rollout + training):.0%} of the time, and a mean answer has {mean / longest:.0%} "
-    )
+    share = rollout / (rollout + training)
+    took = f"rollouts take {share:.0%} of the time, and a mean answer has {mean / longest:.0%} "
     tips = [] if ahead else ["to sample answers of the next step while the longest are written, use rollout.ahead=1"]
     if gpus > 1 and not replicas:
         full = rollout * min(1.0, (1 + ahead) * mean / longest)
@@ -169,10 +168,8 @@ def _causes(steps: Sequence[Row]) -> dict[str, float]:
 
 def _holding(causes: Mapping[str, Cause], steps: Sequence[Row]) -> dict[str, float]:
     """The means of the causes that hold."""
-    means = {name: _mean(name, cause, steps) for name, cause in causes.items()}
-    return {
-        n: mean for n, mean in means.items() if mean is not None and causes[n].range[0] <= mean <= causes[n].range[1]
-    }
+    means = ((name, cause.range, _mean(name, cause, steps)) for name, cause in causes.items())
+    return {name: mean for name, (low, high), mean in means if mean is not None and low <= mean <= high}
 
 
 def _first(means: dict[str, float]) -> dict[str, float]:

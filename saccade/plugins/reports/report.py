@@ -118,10 +118,8 @@ def subtitle_of(manifest: Mapping[str, Any], command: str = "") -> str:
 def texts_of(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
     if not (folder / CONFIG).exists():
         return {}
-    return {
-        "Configuration": (folder / CONFIG).read_text(encoding="utf-8", errors="replace"),
-        "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False),
-    }
+    config = (folder / CONFIG).read_text(encoding="utf-8", errors="replace")
+    return {"Configuration": config, "Manifest": json.dumps(manifest, indent=2, ensure_ascii=False)}
 
 
 def read_numbers(folder: Path, say: Callable[[str], object]) -> list[dict[str, Any]]:
@@ -191,8 +189,7 @@ def before_after(rows: Rows) -> list[Table]:
     measures = validation_measures({name for row in rows for name in row})
     for name, pairs in groupby(measures, key=lambda pair: pair[0]):
         leaves = [leaf for _, leaf in pairs]
-        measured = [r for r in rows if any(r.get(f"val/{name}/{n}") is not None for n in leaves)]
-        if measured:
+        if measured := [r for r in rows if any(r.get(f"val/{name}/{n}") is not None for n in leaves)]:
             steps.add((measured[0]["step"], measured[-1]["step"]))
             lines += _compared(name, leaves, measured[0], measured[-1])
     if not lines:

@@ -46,11 +46,8 @@ def same(*names: str) -> dict[str, str]:
 
 def message_record(message: Message, name: Callable[[Media], str]) -> dict[str, Any]:
     """A message as JSON, its parts in order; a medium is replaced by its `name`."""
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind, part.kind: name(part)}
-        for part in message.parts
-    ]
-    return {"role": message.role, "content": content}
+    named = [("text", part) if isinstance(part, str) else (part.kind, name(part)) for part in message.parts]
+    return {"role": message.role, "content": [{"type": kind, kind: value} for kind, value in named]}
 
 
 def picture_name(media: Media) -> str:
@@ -81,13 +78,11 @@ def _segments(rollout: _Rollout) -> Iterator[dict[str, Any]]:
         inside[span.start : span.end] = True
     changes = np.flatnonzero((np.diff(trajectory.sources) != 0) | np.diff(inside)) + 1
     # Two images can be adjacent, so each start is a cut of its own.
-    cuts = sorted({0, *changes.tolist(), *spans, len(trajectory.ids)})
-    for start, end in pairwise(cuts):
+    for start, end in pairwise(sorted({0, *changes.tolist(), *spans, len(trajectory.ids)})):
         ids = trajectory.ids[start:end].tolist()
         source = Source(int(trajectory.sources[start])).name.lower()
         if start in spans:
-            name = picture_name(spans[start].media)
-            yield {"source": source, "image": name, "id": ids[0], "tokens": end - start}
+            yield {"source": source, "image": picture_name(spans[start].media), "id": ids[0], "tokens": end - start}
             continue
         segment = {"source": source, "text": rollout.family.decode(ids), "ids": ids}
         if source == "policy":

@@ -28,11 +28,9 @@ from saccade.types import Group, Media, MediaSpan, Trajectory
 log = logging.getLogger(__name__)
 
 STORED = {
-    **same(
-        "extracted", "reward", "outcome", "parts", "turn_rewards", "end_reason", "status", "reason", "turns", "info"
-    ),
+    **same("extracted", "reward", "outcome", "parts", "turn_rewards", "end_reason", "status", "reason", "turns"),
     **same("id", "data_source", "group", "messages", "prompt_ids_hash", "segments", "gold"),
-    **same("advantage", "overturn", "void", "masked", "tokens"),
+    **same("advantage", "overturn", "void", "masked", "tokens", "info"),
     "sample": "repeat",
 }
 IMAGES = "images"
@@ -72,10 +70,9 @@ class TrajectoryWriter:
             for group, trajectory in ((g, t) for g in groups for t in g.trajectories):
                 record = about | rollout_row(STORED, group, trajectory, family)
                 record["outcome_is_score"] = record["data_source"] in scores
-                record["images"] = [
-                    self._picture(span, family.size_unit, trajectory.turns > 1) | view
-                    for span, view in zip(trajectory.media, _views(trajectory), strict=True)
-                ]
+                shown = zip(trajectory.media, _views(trajectory), strict=True)
+                several = trajectory.turns > 1
+                record["images"] = [self._picture(span, family.size_unit, several) | view for span, view in shown]
                 lines.append(json.dumps(_plain(record), ensure_ascii=False) + "\n")
             write_whole(_file_of(self._root, about["kind"], about["step"]), "".join(lines))
         except Exception as error:

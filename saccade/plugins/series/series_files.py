@@ -53,8 +53,7 @@ def open_series(source: Any, *, base: Path | None = None, limits: DataConfig = D
 
 def decode(media: Media) -> np.ndarray:
     """float32 [leads, samples]."""
-    name = media.path or f"series {media.hash[:12]}"
-    values = _values(encoded(media), name)
+    values = _values(encoded(media), media.path or f"series {media.hash[:12]}")
     return np.ascontiguousarray(values[:, : media.width])
 
 

@@ -87,6 +87,5 @@ def _try_out(encoder: str, module: nn.Module, values: Tensor, shape: Sequence[in
     if not first.isfinite().all():
         raise _refusal(encoder, f"forward gives numbers that are not finite, of a series {list(values.shape)} that is")
     if (first - second).abs().max() > CLOSE * max(1e-6, float(first.abs().max())):
-        raise _refusal(
-            encoder, "two forwards of the same series differ; remove dropout and noise, and leave its input as it is"
-        )
+        helps = "remove dropout and noise, and leave its input as it is"
+        raise _refusal(encoder, f"two forwards of the same series differ; {helps}")

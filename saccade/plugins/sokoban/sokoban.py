@@ -62,8 +62,7 @@ def parse(level: str | Sequence[Any]) -> State:
     if rows and not isinstance(rows[0], str):
         rows = ["".join(_mark(cell) for cell in row) for row in rows]
     cells = {(r, c): mark for r, row in enumerate(rows) for c, mark in enumerate(row)}
-    strange = sorted(set(cells.values()) - set(MARKS))
-    if strange:
+    if strange := sorted(set(cells.values()) - set(MARKS)):
         raise ValueError(f"a level has no cells {', '.join(map(repr, strange))}; use {MARKS!r}")
     found = {mark: frozenset(at for at, m in cells.items() if m == mark) for mark in MARKS}
     players, boxes = found["@"] | found["+"], found["$"] | found["*"]

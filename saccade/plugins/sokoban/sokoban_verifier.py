@@ -10,6 +10,7 @@ The level is the column `level`: text, rows of integers, or a `.npy` file.
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from saccade.plugins.sokoban import sokoban as game
 from saccade.plugins.verifiers.extract import Scope, answer_of, score_of
@@ -51,13 +52,8 @@ def sokoban(sample: RewardSample, mode: str = "solved", max_actions: int = 50, s
     values = {"solved": float(state.solved), "progress": state.placed / len(state.boxes), "return": best}
     if mode == "lmmr1":
         values["lmmr1"] = best + 0.5 + _action_bonus(moves) + _thought_bonus(sample)
-    return Score(
-        kind="value",
-        value=values[mode],
-        reason=score_of(text, state.solved, "unsolved").reason,
-        parts={"accuracy": float(state.solved), "format": 1.0, **values},
-        extracted=text,
-    )
+    parts = {"accuracy": float(state.solved), "format": 1.0, **values}
+    return replace(score_of(text, state.solved, "unsolved"), value=values[mode], parts=parts)
 
 
 def _action_bonus(moves: Sequence[str]) -> float:

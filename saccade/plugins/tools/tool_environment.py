@@ -108,8 +108,7 @@ class ToolEnvironment:
         for span in spans:
             parts += ("\n",) if parts else ()
             parts += self._run_call(span, text)
-        failed = sum(not call["ok"] for call in self.calls[-len(spans) :])
-        penalty = -self.env.invalid_call_penalty * failed
+        penalty = -self.env.invalid_call_penalty * sum(not call["ok"] for call in self.calls[-len(spans) :])
         return Step((self._observation(parts),), penalty or None, False, self._info())
 
     def close(self) -> None:

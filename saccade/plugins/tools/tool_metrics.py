@@ -36,8 +36,7 @@ def _outcomes_by_call(using: Sequence[Trajectory]) -> dict[str, float]:
     judged = [(bool(t.info["tool_calls"]), t.outcome) for t in using if t.outcome is not None]
     metrics = {}
     for called, name in ((True, "call"), (False, "no_call")):
-        outcomes = [outcome for has, outcome in judged if has == called]
-        if outcomes:
+        if outcomes := [outcome for has, outcome in judged if has == called]:
             metrics["tool/acc_with_call" if called else "tool/acc_without_call"] = fmean(outcomes)
         if judged:
             correct = sum(outcome >= RIGHT for outcome in outcomes)

@@ -151,13 +151,10 @@ def _letters(choices: Sequence[str]) -> str:
 
 def _by_words(text: str, choices: Sequence[str]) -> str | None:
     wanted = _words(text)
-    options = list(zip(ascii_uppercase, choices, strict=False))
+    named = zip(ascii_uppercase, choices, strict=False)
+    options = {letter: (_words(option), _words(_without_letter(option, letter))) for letter, option in named}
     for plain in (str, _without_article):
-        hits = [
-            letter
-            for letter, option in options
-            if plain(wanted) in (plain(_words(option)), plain(_words(_without_letter(option, letter))))
-        ]
+        hits = [letter for letter, spelled in options.items() if plain(wanted) in map(plain, spelled)]
         if wanted and len(hits) == 1:
             return hits[0]
     return None

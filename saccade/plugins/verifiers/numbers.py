@@ -109,8 +109,7 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
             dimension = f"degrees {scale[-1]}" if scale[-1] else "angle"
             return " ".join((value, *scale[:-1])), Unit(dimensions=((dimension, 1),))
         text = " ".join((value, *scale))
-    match = UNIT.fullmatch(text) if len(text) <= LONGEST_QUANTITY else None
-    if match:
+    if len(text) <= LONGEST_QUANTITY and (match := UNIT.fullmatch(text)):
         words, named = match["words"], bool(match["text"])
         plain = PLAIN_NUMBER.fullmatch(match["value"]) and (match["space"] or not words.isascii())
         noun = named or not words.isascii() or (plain and BARE_NOUN.fullmatch(words))

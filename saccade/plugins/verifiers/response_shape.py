@@ -102,15 +102,13 @@ def _last_line(sample: RewardSample) -> str:
 THOUGHT = "<think>The answer is known.</think>"
 
 
-def _tagged(gold: str) -> str:
-    return f"{THOUGHT}\n<answer>{gold}</answer>"
-
-
 def _boxes(gold: str) -> str:
     return f"```json\n{gold if read_boxes(gold) else []}\n```\n{THOUGHT} \\boxed{{{gold}}}"
 
 
-TAGGED = ResponseFormat(order=("answer_tag",), check=check_think_answer, render=_tagged)
+TAGGED = ResponseFormat(
+    order=("answer_tag",), check=check_think_answer, render=f"{THOUGHT}\n<answer>{{}}</answer>".format
+)
 FORMATS = {
     "think_answer": TAGGED,
     "counting": TAGGED,  # with another instruction in the prompt

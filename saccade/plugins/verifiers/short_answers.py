@@ -10,7 +10,7 @@ A score with ASK in its info holds the answer to be judged and the rule's own sc
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -126,9 +126,7 @@ def _two(sample: RewardSample, found: str | None, right: bool) -> Score:
 
 
 ASK = "ask"
-RULES: Mapping[str, Callable[..., Score]] = {
-    each.__name__: each for each in (choice, math, number, count, relaxed, gsm8k, exact, contains_one_of)
-}
+RULES = {each.__name__: each for each in (choice, math, number, count, relaxed, gsm8k, exact, contains_one_of)}
 DEFINITE = ("choice", "number", "count", "gsm8k")  # if these say wrong, the judge is not asked
 
 
