@@ -9,9 +9,9 @@ and dtypes it runs its own forward. Knows nothing of families.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
-from functools import cache, partial, update_wrapper
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ def fuse(model: Any, part: nn.Module | None = None) -> list[str]:
     return sorted(exchanged)
 
 
-@cache
+@functools.cache
 def _fused_class(kind: Any, number: int) -> type:
     forward, how = FUSED[number].forward, FUSED[number].how
 
@@ -221,8 +221,8 @@ def _fuse_rotary(model: Any) -> list[str]:
             if plain is None or hasattr(plain, "plain") or first not in signature(plain).parameters:
                 continue
             cases = [[_random(shape, model) for shape in shapes] for shapes in shown]
-            if all(_turns_alike(plain, partial(fused, plain), case) for case in cases):
-                setattr(file, name, update_wrapper(partial(fused, plain), plain))
+            if all(_turns_alike(plain, functools.partial(fused, plain), case) for case in cases):
+                setattr(file, name, functools.update_wrapper(functools.partial(fused, plain), plain))
                 getattr(file, name).plain = plain
                 found.append(f"{file.__name__}.{name}")
     return found
@@ -299,16 +299,23 @@ FUSED = (
     Exchange(_norm_width, _norm, {}),
     Exchange(_norm_width, _shifted_norm, {"shift": True}),
     Exchange(_norm_width, _layer_norm, {"center": True}),
-    Exchange(partial(_gated_width, silu), _gated, {}),
-    Exchange(partial(_gated_width, partial(gelu, approximate="tanh")), partial(_gated, gelu=True), {"gelu": True}),
+    Exchange(functools.partial(_gated_width, silu), _gated, {}),
+    Exchange(
+        functools.partial(_gated_width, functools.partial(gelu, approximate="tanh")),
+        functools.partial(_gated, gelu=True),
+        {"gelu": True},
+    ),
 )
 BOTH = ((1, 4, 6, 32), (1, 2, 6, 32), (1, 6, 32), (1, 6, 32))
 PART = (*BOTH[:2], (1, 6, 12), (1, 6, 12))
 TURNS = (Turn(part=True), Turn(part=True, pairs=True), HALVES, Turn(pairs=True))
 # (name, its first parameter, fused function, called with the plain one and its arguments, shapes of test inputs)
 ROTARY: tuple[tuple[str, str, Callable[..., Any], tuple[tuple[tuple[int, ...], ...], ...]], ...] = (
-    *(("apply_rotary_pos_emb", "q", partial(_rotary, how=how), (BOTH, PART) if how.part else (BOTH,)) for how in TURNS),
-    ("apply_rotary_pos_emb_interleave", "q", partial(_rotary, how=Turn(woven=True)), (BOTH,)),
+    *(
+        ("apply_rotary_pos_emb", "q", functools.partial(_rotary, how=how), (BOTH, PART) if how.part else (BOTH,))
+        for how in TURNS
+    ),
+    ("apply_rotary_pos_emb_interleave", "q", functools.partial(_rotary, how=Turn(woven=True)), (BOTH,)),
     ("apply_rotary_pos_emb", "x", _single_rotary, ((BOTH[0], *BOTH[2:]),)),
     ("apply_rotary_pos_emb_vision", "q", _vision_rotary, (((6, 4, 32), (6, 4, 32), (6, 32), (6, 32)),)),
 )

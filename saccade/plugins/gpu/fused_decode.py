@@ -38,10 +38,10 @@ READERS = (  # groups of layers that read the same input
     *(("gate_proj", "up_proj"), ("down_proj",)),
 )
 Forward = Callable[..., Any]
-PARALLEL = frozenset({"self_attn", "mlp", "input_layernorm"})
-PARTS = PARALLEL | {"post_attention_layernorm"}
-SANDWICH = PARTS | {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-PER_LAYER_INPUTS = SANDWICH | {"per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"}
+PARALLEL = {"self_attn", "mlp", "input_layernorm"}
+PARTS = {*PARALLEL, "post_attention_layernorm"}
+SANDWICH = {*PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+PER_LAYER_INPUTS = {*SANDWICH, "per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm"}
 HALVES = ("gate_proj", "up_proj")
 
 
@@ -66,7 +66,9 @@ class Projections:
                     below = joined.forwards if joined else list(own)
                     self.adapters.append(_Adapters(parts, below))
         self._all: list[_Shared] = [*self.layers, *self.adapters]
-        self._forwards = [pair for layer in self._all for pair in zip(layer.parts, layer.forwards, strict=True)]
+        self._forwards: list[tuple[nn.Module, Forward]] = [
+            pair for layer in self._all for pair in zip(layer.parts, layer.forwards, strict=True)
+        ]
 
     def refresh(self) -> None:
         for layer in self._all:
@@ -101,8 +103,14 @@ def _joinable(parts: tuple[Any, ...]) -> bool:
 
 def _adapted(part: Any) -> bool:
     """Whether exactly one adapter is active, unmerged and plain LoRA."""
-    single = all(len(getattr(part, name, ())) == 1 for name in ("active_adapters", "lora_A"))
-    return single and not (part.merged or part.disable_adapters or part.lora_variant)
+    active = getattr(part, "active_adapters", ())
+    return (
+        len(active) == 1
+        and len(getattr(part, "lora_A", ())) == 1
+        and not part.merged
+        and not part.disable_adapters
+        and not part.lora_variant
+    )
 
 
 class _Shared:
@@ -154,8 +162,11 @@ class _Adapters(_Shared):
     def __init__(self, parts: tuple[Any, ...], below: list[Any]) -> None:
         super().__init__(parts)
         self.below = below
-        named = [(part, name) for part in parts for name in part.active_adapters]
-        self.pairs = [(part.lora_A[n].weight, part.lora_B[n].weight, part.scaling[n]) for part, n in named]
+        self.pairs = [
+            (part.lora_A[name].weight, part.lora_B[name].weight, part.scaling[name])
+            for part in parts
+            for name in part.active_adapters
+        ]
         self._ranks = [low.shape[0] for low, _, _ in self.pairs]
         first = self.pairs[0][0]
         self.low = first.new_empty((sum(self._ranks), first.shape[1]))
@@ -192,8 +203,8 @@ def fused_forwards(model: nn.Module) -> list[tuple[nn.Module, Forward]]:
 
 def _of_stack(layers: Any, norm: Any) -> list[tuple[nn.Module, Forward]]:
     kinds = {(type(layer), _parts(layer)) for layer in layers}
-    build = BUILDS.get(next(iter(kinds))[1]) if len(kinds) == 1 else None
-    if build is None or not all(_usual(layer) and _agrees(layer, build) for layer in layers):
+    build = next((build for parts, build in BUILDS if {frozenset(parts)} == {names for _, names in kinds}), None)
+    if len(kinds) != 1 or build is None or not all(_usual(layer) and _agrees(layer, build) for layer in layers):
         return []
     following = [PrecomputedNorm(n) for n in (*(layer.input_layernorm for layer in layers[1:]), norm)]
     return [
@@ -269,8 +280,9 @@ def _sandwich_layer(layer: Any, following: PrecomputedNorm) -> Forward:
     def forward(hidden_states: Tensor, per_layer_input: Tensor | None = None, **options: Any) -> Tensor:
         normed = layer.input_layernorm(hidden_states)
         attended, _ = layer.self_attn(hidden_states=normed, **options)
-        norms = layer.pre_feedforward_layernorm, layer.post_attention_layernorm
-        hidden, normed = _add_norm(hidden_states, attended, norms[0], before=norms[1])
+        hidden, normed = _add_norm(
+            hidden_states, attended, layer.pre_feedforward_layernorm, before=layer.post_attention_layernorm
+        )
         made, last = layer.mlp(normed), layer.post_feedforward_layernorm
         if per_layer_input is not None:
             hidden, _ = _add_norm(hidden, made, last, before=last)  # one kernel, although the norm is not used
@@ -307,7 +319,10 @@ def _add_norm(
     return total, type(norm).forward(norm, total)
 
 
-BUILDS = {PARTS: _layer, PARALLEL: _parallel_layer, SANDWICH: _sandwich_layer, PER_LAYER_INPUTS: _sandwich_layer}
+BUILDS = (
+    *((PARTS, _layer), (PARALLEL, _parallel_layer)),
+    *((SANDWICH, _sandwich_layer), (PER_LAYER_INPUTS, _sandwich_layer)),
+)
 
 
 def _usual(layer: Any) -> bool:
@@ -346,8 +361,13 @@ def _projectable(mlp: Any) -> bool:
     from saccade.plugins.gpu.gate import TILE
 
     halves = [getattr(mlp, name) for name in HALVES]
-    plain = all(type(half) is nn.Linear and half.bias is None and half.weight.is_contiguous() for half in halves)
-    return plain and not any(size % TILE for half in halves for size in half.weight.shape)
+    return all(
+        type(half) is nn.Linear
+        and half.bias is None
+        and half.weight.is_contiguous()
+        and not any(size % TILE for size in half.weight.shape)
+        for half in halves
+    )
 
 
 def _gated(mlp: Any) -> Forward:

@@ -237,8 +237,10 @@ class Graphs:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window) -> Tensor:
             heads = k.shape[1]
-            front = _splits(PREFIX_PROGRAMS // (groups * heads), MOST_PREFIX_SPLITS)
-            splits = front, max(parts, _row_splits(count, heads))
+            splits = (
+                _splits(PREFIX_PROGRAMS // (groups * heads), MOST_PREFIX_SPLITS),
+                max(parts, _row_splits(count, heads)),
+            )
             return kernels.decode_attention(
                 q, k, v, layer=layer, page=PAGE, scale=scale, splits=splits, window=window, **rows
             )
