@@ -77,7 +77,7 @@ def test_every_preset_fits_an_eighth_of_an_h200(tmp_path: Path, monkeypatch: pyt
     (folder / "config.json").write_text(json.dumps(shape))
     family = load_family(str(folder))
     empty = empty_model(family)
-    monkeypatch.setattr("saccade.plugins.estimate.empty_model", lambda *_, **__: empty)  # built once
+    monkeypatch.setattr("saccade.plugins.estimate.batch_plan.empty_model", lambda *_, **__: empty)  # built once
     common = merged([str(run.HERE / "rl.yaml")])
 
     def peak(preset: str, *changes: str) -> float:
