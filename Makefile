@@ -28,7 +28,8 @@ test-gpu: $(VENV)/.installed-test  ## run the tests that need a CUDA GPU: kernel
 	$(RUN) -m pytest tests/gpu
 
 test-vllm: $(VLLM)/.installed  ## run the tests that need vLLM, with its CPU build in a venv of its own
-	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm \
+	|| $(VLLM)/bin/python -m pytest --last-failed --last-failed-no-failures none --maxfail 3 tests/vllm
 
 lint: $(VENV)/.installed-test  ## ruff and mypy
 	$(RUN) -m ruff check .

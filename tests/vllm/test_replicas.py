@@ -29,7 +29,8 @@ def test_kill_9_of_a_process_amid_a_rollout_loses_nothing(settings, backend, ask
             for index, parameter in enumerate(backend.model.parameters()):
                 parameter.mul_(1.0 + 0.02 * (index % 5))
         pool.update_weights(backend, version=5)
-        requests = [ask(f"{n}", n % 4, noise=n + 1, ignore_eos=True, max_tokens=120) for n in range(12)]
+        lengths = [120 if n % 3 else 20 for n in range(12)]  # when the first are done, both have others to do
+        requests = [ask(f"{n}", n % 4, noise=n + 1, ignore_eos=True, max_tokens=k) for n, k in enumerate(lengths)]
         undisturbed = generate(pool, requests)
         assert gap(requests, undisturbed) < 1e-4
 
