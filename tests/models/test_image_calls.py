@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from saccade.models.families import load_family
-from saccade.plugins.families import tiny_kinds
+from saccade.plugins.families import picture_processor, tiny_kinds
 from saccade.plugins.families.picture_rows import narrowed
 from saccade.plugins.families.proof import noise
 
@@ -41,6 +41,17 @@ class Counted:
     def __call__(self, **options):
         self.calls.append(options)
         return self.own(**options)
+
+
+def test_a_size_whose_arrays_were_not_kept_goes_through_the_whole_processor(reader_of, monkeypatch):
+    """As for a picture of thousands of tokens, whose attention mask is too large to be kept of every size."""
+    reader = reader_of("internvl")
+    for number, size in enumerate(SIZES):
+        reader._row(noise(*size, number))
+    monkeypatch.setattr(picture_processor, "SMALL", 1)
+    media = noise(300, 200, 9)
+    row, whole = reader._row(media), narrowed(reader._made(reader.shown(media)), half=False)
+    assert [*row] == [*whole] and all(np.array_equal(row[name], whole[name]) for name in whole)
 
 
 def test_what_a_processor_adds_of_each_picture_is_not_left_out(reader_of, monkeypatch):

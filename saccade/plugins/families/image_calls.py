@@ -11,7 +11,7 @@ arrays to the bit, and all others were those of a blank picture, for the first t
 """
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,8 @@ ENOUGH = 3  # sizes
 class Call(NamedTuple):
     nested: int  # lists around a picture
     options: Mapping[str, Any]
-    names: tuple[str, ...]  # of all arrays of a row, in order
+    names: Collection[str] = ()  # of the arrays of a row, in order
+    found: Collection[str] = ()  # also of those that the processor reads itself
 
 
 class ImageCalls:
@@ -42,11 +43,15 @@ class ImageCalls:
         return self.own(images, **options)
 
     def made(self, picture: Any, budget: Mapping[str, Any], blank: PictureRow) -> PictureRow | None:
-        """The arrays of a picture; `blank`: those of an empty one of its size. None as long as nothing is known."""
+        """The arrays of a picture; `blank`: those of an empty one of its size. None as long as nothing is known, and
+        for a size with other arrays, or with so many tokens that not all of theirs were kept.
+        """
         calls = self._calls.get(repr(budget))
         if not calls or len(calls) < ENOUGH:
             return None
-        return self._alone(picture, next(iter(calls.values())), blank)
+        call = next(iter(calls.values()))
+        found = self._alone(picture, call, blank)
+        return PictureRow({name: found[name] for name in call.names}) if found.keys() == call.found else None
 
     def compare(
         self, picture: Any, budget: Mapping[str, Any], size: tuple[Any, ...], whole: PictureRow, blank: PictureRow
@@ -59,21 +64,20 @@ class ImageCalls:
         nested = 0
         while isinstance(images, list) and len(images) == 1:
             images, nested = images[0], nested + 1
-        call = Call(nested, options | {"return_tensors": "pt"}, tuple(whole))
+        call = Call(nested, options | {"return_tensors": "pt"})
         try:
-            row = self._alone(picture, call, blank) if images is picture else {}
+            found = self._alone(picture, call, blank) if images is picture else {}
         except Exception:  # whatever it lacks
-            row = {}
-        same = [*row] == [*whole] and all(
-            row[name].dtype == value.dtype and np.array_equal(row[name], value) for name, value in whole.items()
+            found = {}
+        same = found.keys() >= whole.keys() and all(
+            found[name].dtype == value.dtype and np.array_equal(found[name], value) for name, value in whole.items()
         )
-        self._calls[key] = {**known, size: call} if same else None
+        self._calls[key] = {**known, size: call._replace(names=[*whole], found={*found})} if same else None
 
-    def _alone(self, picture: Any, call: Call, blank: PictureRow) -> PictureRow:
+    def _alone(self, picture: Any, call: Call, blank: PictureRow) -> dict[str, np.ndarray]:
         for _ in range(call.nested):
             picture = [picture]
-        made = {**blank, **arrays(self.own(picture, **call.options))}
-        return PictureRow({name: made[name] for name in call.names})
+        return {**blank, **arrays(self.own(picture, **call.options))}
 
 
 def arrays(made: Mapping[str, Any]) -> dict[str, np.ndarray]:
