@@ -13,6 +13,7 @@ from saccade.models.families import load_family
 from saccade.recipes import questions, sft
 from saccade.run import checkpoint
 from saccade.types import Source
+from tests.engines.decoders import build
 from tests.recipes.documented import unnamed
 
 
@@ -113,3 +114,12 @@ def test_rows_without_an_answer_or_over_the_limit_are_set_aside(tmp_path, sft_co
     sft.run(config | {"data.max_bad_fraction": 1})
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "more: 2 of 5 rows" in log and "2 bad rows excluded" in log and "1 row over sft.max_tokens (" in log
+
+
+def test_a_model_that_scales_its_logits_learns(tmp_path, sft_config, talks):
+    family, _ = build("granite", tmp_path)
+    (text,) = (row for row in talks.read_text().splitlines(keepends=True) if '"none"' in row)
+    (rows := tmp_path / "text.jsonl").write_text(text)
+    given = {"data__train": str(rows), "model__path": family.path, "train__prompts_per_step": 1}
+    row = sft.run(sft_config(tmp_path, run__max_steps=1, **given))
+    assert row["policy/grad_norm"] > 0 and 0 <= row["sft/token_accuracy"] <= 1

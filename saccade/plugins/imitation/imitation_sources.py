@@ -109,7 +109,8 @@ class SupervisedLoss(PolicyLoss):
         def note(head: Any, inputs: Any, logits: Tensor) -> None:
             likeliest.append(logits.detach().argmax(-1))
 
-        with language_head(trainer.model).register_forward_hook(note):
+        # Whatever a model does to its logits afterwards leaves their order alone.
+        with trainer.model.get_output_embeddings().register_forward_hook(note):
             compute = super().forward(trainer, batch)
         (hits,) = trainer.at_targets(batch, lambda part: [hits_of(torch.cat(likeliest), part, trainer)])
         return partial(with_accuracy, compute, hits)
