@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -109,8 +109,8 @@ class SupervisedLoss(PolicyLoss):
         def note(head: Any, inputs: Any, logits: Tensor) -> None:
             likeliest.append(logits.detach().argmax(-1))
 
-        # Whatever a model does to its logits afterwards leaves their order alone.
-        with trainer.model.get_output_embeddings().register_forward_hook(note):
+        head = cast(Any, trainer.model).get_output_embeddings()  # what models do to its logits leaves their order alone
+        with head.register_forward_hook(note):
             compute = super().forward(trainer, batch)
         (hits,) = trainer.at_targets(batch, lambda part: [hits_of(torch.cat(likeliest), part, trainer)])
         return partial(with_accuracy, compute, hits)
