@@ -91,19 +91,19 @@ def test_prompts_that_memory_is_too_short_for_are_computed_in_turn(load, family,
 
 
 def test_thousands_of_waiting_requests_are_aborted_at_once(model, family, prompts):
-    """Each looked through all others: 20 s for these."""
+    """Each looked through all others: 5 s of a core for these."""
     engine = EmbeddedEngine(model, family, max_sequences=1)
     first, *asked = requests(prompts[:1], repeats=3)
-    for number in range(3000):
+    for number in range(1500):
         ids = np.concatenate([np.full(1000, 5), [number // 8, 5]])
         asked.append(replace(first, key=f"w{number}", ids=ids, media=()))
     for request in (first, *asked):
         engine.submit(request)
     engine.poll()
-    began = time.monotonic()
+    began = time.thread_time()
     for request in asked:
         engine.abort(request.key)
-    assert time.monotonic() - began < 3 and engine.pending == 1 + len(asked)
+    assert time.thread_time() - began < 2 and engine.pending == 1 + len(asked)
     done = drain(engine)
     assert {c.key: c.finish for c in done} == dict.fromkeys((r.key for r in asked), "aborted") | {first.key: "length"}
     assert not engine.scheduler.prefix_cache.prefixes and engine.cache.pages.free == engine.cache.pages.count
