@@ -131,21 +131,15 @@ def test_a_rehearsal_is_two_steps_of_every_arm_apart_from_results(tmp_path: Path
     (tmp_path / "rows.jsonl").write_text(12 * '{"question": "What is 1 + 1?", "answer": "2"}\n')
     asked = (f"model.path={model}", "run.device=cpu", "reward.terms=[math]", "rollout.max_tokens=2")
     asked = (*asked, f"data.val={json.dumps([str(tmp_path / 'rows.jsonl')])}")
-    learned = (
-        *asked,
-        f"data.train={tmp_path / 'rows.jsonl'}",
-        "train.prompts_per_step=2",
-        "run.max_steps=9",
-        "train.warmup=3",
-    )
+    train = f"data.train={tmp_path / 'rows.jsonl'}"
+    learned = (*asked, train, "train.prompts_per_step=2", "run.max_steps=9", "train.warmup=3")
     jobs = [Job(arm="as_is", seed=3, command="eval", options=asked)]
     jobs += [Job(arm="grpo", seed=seed, command="rl", options=learned) for seed in (3, 4)]
-    arguments = ["--rehearse", "--at-once", "2", "--out", str(tmp_path / "out")]
+    arguments = ["--rehearse", "--at-once", "0", "--out", str(tmp_path / "out")]
     assert not carry_out(jobs, command_line("", "any").parse_args(arguments), tmp_path / "here", no_page)
     found = read(tmp_path / "out" / "rehearsal" / "results")
-    assert {arm: [*runs] for arm, runs in found.items()} == {"as_is": [3], "grpo": [3]} and found["grpo"][3][
-        "steps"
-    ] == 2
+    assert {arm: [*runs] for arm, runs in found.items()} == {"as_is": [3], "grpo": [3]}
+    assert found["grpo"][3]["steps"] == 2
     assert {ends(runs, "val/rows/items")[3] for runs in found.values()} == {8}
     assert not (tmp_path / "here").exists() and not (tmp_path / "out" / "test").exists()
     with pytest.raises(SystemExit, match="holds no results yet; leave --page out"):
