@@ -104,7 +104,7 @@ def kind_of(name):
     """One recipe of each kind is run; algorithms run in tests/recipes/test_presets, rewards and rows below."""
     config, command = load(FILES[name]), command_of(name)
     learned = any(term.verifier == "model" for term in config.reward.terms)
-    parts = (config.env.name, config.rollout.engine, config.model.train, learned)
+    parts = (config.env.name, config.model.train, learned)  # the engine is the embedded one when it is small
     return command, model_type(config), *parts, config.dpo.loss, config.reward_model.kind, config.sft.mode
 
 
