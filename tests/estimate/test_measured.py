@@ -113,6 +113,22 @@ def compared(name, told, found, beside):
             assert said == pytest.approx(measured, rel=0.15), name
 
 
+def test_engines_beside_divide_the_prompts_and_generate_while_others_train(large):
+    def step(*options):
+        return planned(large, H200, W1, "run.gpus=8", "train.prompts_per_step=128", *options).pace
+
+    here, eight = step(), step("rollout.replicas=8")
+    assert eight.seconds["rollout"] == pytest.approx(here.seconds["rollout"])
+    assert here.step == pytest.approx(sum(here.seconds.values())) and eight.step == pytest.approx(here.step)
+    two, four = (step(f"rollout.replicas={n}", "rollout.max_sequences=4096").seconds["rollout"] for n in (2, 4))
+    assert 1.2 * here.seconds["rollout"] < 1.2 * four < two < 2 * four
+    split = step("rollout.replicas=2", "rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.memory_share=0.9")
+    assert split.seconds["rollout"] == pytest.approx(four, rel=0.05)
+    ahead = step("rollout.replicas=2", "rollout.ahead=1")
+    others = sum(ahead.seconds.values()) - ahead.seconds["rollout"]
+    assert ahead.step == max(ahead.seconds["rollout"], others) and not planned(large, H200, W1).efficiency
+
+
 def test_every_prompt_of_a_step_is_computed(large):
     """Also where all are planned alike: 16 of 368 tokens and 1,024 patches."""
     one, all_ = (planned(large, H200, W1, f"train.prompts_per_step={n}").pace.tflop["rollout"] for n in (1, 16))

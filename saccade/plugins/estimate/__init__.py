@@ -25,7 +25,7 @@ from saccade.plugins.estimate.batch_plan import ModelSize, Plan, Prompts, Step
 from saccade.plugins.estimate.flops import SENSE_OF
 from saccade.plugins.estimate.memory_items import GIB, Item, Memory, host_items, memory_of, reward_folders, weights_in
 from saccade.plugins.estimate.work import Pace, pace_of
-from saccade.plugins.ranks.layouts import NODE, candidates, efficiency, generates, more_gpus, numbers_in, require_heads
+from saccade.plugins.ranks.layouts import NODE, candidates, generates, more_gpus, numbers_in, require_heads
 from saccade.plugins.reward_models.reward_model_term import model_terms
 from saccade.recipes import model_setup, questions
 from saccade.system.devices import Device, in_precision, limit_problem
@@ -94,7 +94,12 @@ def estimate(
     uncounted = not_counted(config) if others["generates"] else ()
     plan = planned()
     memory, pace = paced(plan)
-    alone = paced(planned("run.gpus=1"))[1] if pace and config.run.gpus > 1 else None
+    speed = {}
+    if pace and pace.step and config.run.gpus > 1:  # of one GPU alone with the prompts of a rank, or of the step
+        speed["prompts per GPU"] = 1 - (pace.seconds["exchange"] + pace.seconds["controller"]) / pace.step
+        if alone := step_seconds(planned("run.gpus=1 rollout.replicas=0")):
+            gpus = config.run.gpus + config.rollout.replicas * config.rollout.tensor_parallel
+            speed["prompts per step"] = alone / gpus / pace.step
     return Estimate(
         device=device,
         gpus=config.run.gpus,
@@ -104,7 +109,7 @@ def estimate(
         memory=memory,
         host=host_items(plan, memory, background=config.save.background),
         pace=pace,
-        efficiency=efficiency(pace.seconds, alone.seconds if alone else None, gpus=config.run.gpus) if pace else {},
+        efficiency=speed,
         notes=(*unknown_towers(plan, family), *uncounted, *of_device, *lengths),
         advice=() if memory.fits else tuple(advice(plan, lambda c: memory_of(planned(*c)).fits)),
     )
@@ -202,7 +207,7 @@ def best(plans: Sequence[Plan]) -> Plan:
 def step_seconds(plan: Plan) -> float:
     """Seconds of a step; 0 if unknown."""
     _, pace = paced(plan)
-    return sum(pace.seconds.values()) if pace else 0.0
+    return pace.step if pace else 0.0
 
 
 def paced(plan: Plan) -> tuple[Memory, Pace | None]:
@@ -227,13 +232,13 @@ def layout_reason(plan: Plan) -> str:
 
 
 def not_counted(config: Config) -> Iterator[str]:
-    """Notes on what is not counted; the rollout is counted as if the trainer's process ran the embedded engine."""
+    """Notes on what is not counted; another engine is counted as if it were the embedded one."""
     rollout, filtered = config.rollout, algorithm_of(config).filter
-    if foreign := foreign_rollout(config):
-        held = "each replica holds the weights once more"
-        if rollout.engine != "embedded":
-            held = f"while it generates it holds {rollout.memory_share:g} of its GPUs (rollout.memory_share)"
-        yield f"{foreign} is not counted, the rollout is that of one embedded engine; {held}"
+    if rollout.engine != "embedded":
+        held = f"while it generates it holds {rollout.memory_share:g} of its GPUs (rollout.memory_share)"
+        yield f"seconds of rollout.engine={rollout.engine} are those of the embedded engine; {held}"
+    elif rollout.replicas:
+        yield f"memory of rollout.replicas={rollout.replicas} is not counted: each holds the weights on a GPU of its own"
     for folder in reward_folders(config.reward):
         if not weights_in(folder):
             yield f"the reward model {folder} is not counted: no *.safetensors lie there"
@@ -251,14 +256,6 @@ def unknown_towers(plan: Plan, family: Family) -> Iterator[str]:
     """Notes on towers that have no list of layers, such as pure convolutions."""
     for sense in set(SENSE_OF.values()) & set(family.spec.towers) - set(plan.policy.shape.senses):
         yield f"the {sense} tower is not counted, only its weights: it has no layers that repeat"
-
-
-def foreign_rollout(config: Config) -> str:
-    """The option that moves the rollout out of the trainer's process; empty if there is none."""
-    rollout = config.rollout
-    if rollout.engine != "embedded":
-        return f"rollout.engine={rollout.engine}"
-    return f"rollout.replicas={rollout.replicas}" if rollout.replicas else ""
 
 
 def length_notes(data: DataConfig, longest: int, missing: Sequence[str]) -> Iterator[str]:

@@ -12,7 +12,7 @@ from saccade.checks import idle_gpus
 from saccade.config import Config, load
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import FAMILIES, Family
-from saccade.plugins.estimate import Estimate, estimate, foreign_rollout
+from saccade.plugins.estimate import Estimate, estimate
 from saccade.plugins.estimate.layout_choice import choose_layout
 from saccade.plugins.estimate.memory_items import GIB, OFFLOADED, host_peak, total
 from saccade.recipes.model_setup import quiet_libraries
@@ -89,7 +89,7 @@ def preflight(config: Config, family: Family, samples: Sequence[Sample], *, devi
     if found.memory.fits:
         return [short] if short else []
     far = max(found.memory.peaks.values()) > OFF * found.device.memory
-    counted = family.name in FAMILIES and not foreign_rollout(config)
+    counted = family.name in FAMILIES and config.rollout.engine == "embedded" and not config.rollout.replicas
     if far and counted and not config.run.overcommit:
         raise ConfigError(f"{refusal(found)}; run.overcommit=true starts all the same")
     return [f"the run starts, but by `saccade estimate` it {refusal(found)}"]
@@ -149,11 +149,11 @@ def _devices(found: Estimate) -> str:
 
 
 def in_short(found: Estimate, command: str = "rl") -> str:
-    memory, seconds = found.memory, found.pace.seconds if found.pace else {}
+    memory, seconds = found.memory, found.pace.step if found.pace else 0.0
     phases, rows = (PHASES, "") if command == "rl" else (("update",), " with rows as long as the config allows")
     peaks = " and ".join(f"{memory.peaks[phase]:.2f} GiB in the {phase}" for phase in phases)
     return f"a step of `saccade {command}` takes {peaks}, of {memory.limit:.2f} GiB that can be planned with" + (
-        f", and about {sum(seconds.values()):.1f} seconds{rows}" if seconds else ""
+        f", and about {seconds:.1f} seconds{rows}" if seconds else ""
     )
 
 
@@ -218,6 +218,6 @@ def by_item(found: Estimate) -> Iterator[str]:
     if pace.recomputed:
         yield line("recomputed in the update", f"{pace.recomputed:,.1f}")
     if seconds:
-        yield line("step", "", f"{sum(seconds.values()):.2f}")
+        yield line("step", "", f"{pace.step:.2f}")
     for same, share in found.efficiency.items():
         yield line("speed of a GPU", "", f"{share:.0%}", note=f"of that of one alone with as many {same}; a prediction")

@@ -171,6 +171,7 @@ class Pace:
     tflop: dict[str, float]  # 1e12 operations that each phase needs
     recomputed: float  # 1e12 operations of recomputation in the update
     seconds: dict[str, float]  # by phase; empty if the device's peak is unknown
+    step: float = 0.0  # seconds: their sum; less if engines generate while GPUs beside them train
 
 
 def pace_of(plan: Plan, memory: Memory) -> Pace:
@@ -192,18 +193,9 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
     if device.tflops is None or device.bandwidth is None or device.link is None:
         return pace
     peak, bandwidth, shape = device.tflops * TERA, device.bandwidth * TERA, policy.shape
-    least = LAYER.get(plan.config.model.train, LAYER["full"])
     seconds = {phase: count / (peak * REACHED["score"]) for phase, count in work.items()}
-    if plan.samples:  # with as many sequences at a time as fit into the KV cache
-        per_sequence = shape.kv_bytes(plan.element) * step.mean_length + shape.state_bytes
-        at_once = max(1, min(plan.sequences, int(memory.pool * GIB / per_sequence)))
-        steps = max(made.longest, made.sampled * sampled / at_once)
-        rows = made.sampled * sampled / steps
-        size = steps * made.weight_bytes(rows) + made.cache_bytes * sampled
-        decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
-            size / (bandwidth * REACHED["reading"]), made.decode.total() * sampled / (peak * REACHED["decode"])
-        )
-        seconds["rollout"] = decode + made.prefill.total() * sampled / (peak * REACHED["prefill"])
+    if plan.samples:
+        seconds["rollout"] = _rollout_seconds(plan, made, peak, bandwidth, pool=memory.pool)
     updates = epochs * plan.algorithm.updates_per_step
     weights, gpus = sum(learner.trained for learner in plan.learners), plan.config.run.gpus
     stepped = updates * OPTIMIZER_BYTES * weights * plan.share("state") / (bandwidth * REACHED["optimizer"])
@@ -235,7 +227,34 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
         size = 2 * plan.element * shape.text.layers * heads * times / plan.together * passed
         seconds["exchange"] += collective_seconds(size, links, gpus=plan.together)
         seconds["controller"] = controller_seconds(made.sampled * sampled, gpus=gpus)
-    return replace(pace, seconds=seconds)
+    step = sum(seconds.values())
+    if plan.config.rollout.ahead and plan.config.rollout.replicas:
+        step = max(seconds["rollout"], step - seconds["rollout"])
+    return replace(pace, seconds=seconds, step=step)
+
+
+def _rollout_seconds(plan: Plan, made: flops.Generation, peak: float, bandwidth: float, *, pool: float) -> float:
+    """Seconds to sample a step, with as many sequences at a time as fit into the KV cache (`pool` GiB): on each GPU that
+    trains, or on each engine beside them, which may have several GPUs and divides the prompts with the others.
+    """
+    rollout, shape, own = plan.config.rollout, plan.policy.shape, plan.config.train.prompts_per_step
+    least, at_once, gpus = LAYER.get(plan.config.model.train, LAYER["full"]), plan.sequences, 1
+    if rollout.replicas:
+        share, gpus = (1, 1) if rollout.engine == "embedded" else (rollout.memory_share, rollout.tensor_parallel)
+        pool = gpus * min(plan.limit, share * plan.device.memory) - plan.policy.weights / GIB
+        engines = rollout.replicas / plan.config.run.gpus
+        own, at_once = own / engines, min(rollout.max_sequences, round(at_once / engines))
+        peak, bandwidth = peak * gpus, bandwidth * gpus
+    sampled = own / len(plan.step.groups)
+    per_sequence = shape.kv_bytes(plan.element) * plan.step.mean_length + shape.state_bytes
+    at_once = max(1, min(at_once, int(pool * GIB / per_sequence)))
+    steps = max(made.longest, made.sampled * sampled / at_once)
+    rows = made.sampled * sampled / steps
+    size = steps * made.weight_bytes(rows) + made.cache_bytes * sampled
+    decode = steps * shape.text.layers * least["few" if rows <= FEW_ROWS else "many"] + max(
+        size / (bandwidth * REACHED["reading"]), made.decode.total() * sampled / (peak * REACHED["decode"])
+    )
+    return decode + made.prefill.total() * sampled / (peak * REACHED["prefill"])
 
 
 def _forests_seconds(

@@ -155,17 +155,6 @@ def require_heads(config: Config, family: Family) -> None:
         raise ConfigError(f"train.sequence_parallel: {what}; try {works}")
 
 
-def efficiency(seconds: Mapping[str, float], alone: Mapping[str, float] | None, *, gpus: int) -> dict[str, float]:
-    """Scaling efficiency of a step on several GPUs. "prompts per GPU": against one GPU with the prompts of one rank;
-    "prompts per step": against one GPU with all prompts of the step, if its seconds are known (`alone`).
-    """
-    if gpus == 1 or not seconds:
-        return {}
-    step = sum(seconds.values())
-    found = {"prompts per GPU": 1 - (seconds["exchange"] + seconds["controller"]) / step}
-    return found | ({"prompts per step": sum(alone.values()) / gpus / step} if alone else {})
-
-
 def controller_seconds(sampled: float, *, gpus: int) -> float:
     """Seconds per step in which all ranks wait for the controller. `sampled`: tokens sampled by one rank."""
     return CONTROLLER * sampled * gpus
