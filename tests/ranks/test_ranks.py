@@ -173,35 +173,43 @@ class Slow:
         return "awake"
 
 
-def serve_slowly(link: socket.socket, pending: bool) -> None:
+def serve_slowly(link: socket.socket, kind: str) -> None:
     channel = Channel(link)
     inbox = listen(channel)
     replica_process.REPORT_EVERY = 1.5  # the parent looks every second, sometimes in vain
     for _ in range(2):  # what to run, and with which settings
         inbox.get()
-    worker = replica_process.Worker(Slow(channel, pending=pending), channel)  # type: ignore[arg-type]
-    if not pending:
+    workers = replica_process.reporting(channel)
+    if kind == "stops while it loads":
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    workers.append(worker := replica_process.Worker(Slow(channel, pending=kind == "hangs"), channel))  # type: ignore[arg-type]
+    if kind != "hangs":
         channel.send({"ready": True})
-    threading.Thread(target=worker.report, daemon=True).start()
     worker.run(inbox)
 
 
-@pytest.mark.parametrize("hangs", [True, False])
-def test_an_engine_that_hangs_is_ended_while_a_call_is_open_and_a_long_call_is_no_hang(tmp_path, hangs, monkeypatch):
+@pytest.mark.parametrize("kind", ["hangs", "is slow", "stops while it loads"])
+def test_an_engine_that_hangs_is_ended_while_a_call_is_open_and_a_long_call_is_no_hang(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(replica, "STEP_LIMIT", 0.5)
+    monkeypatch.setattr(replica, "LOAD_SILENCE", 1.5)
     monkeypatch.setattr(replica.Replica, "silence_limit", 2.0)
     here, there = socket.socketpair()
     came = Arrival(channel=Channel(here), host="", local=0, pid=0, versions={}, machine="")
     monkeypatch.setattr(replica.Replica, "start", lambda self: Link(came, self.module, self.log))
     with there:
-        process = forked(serve_slowly, there, hangs)
+        process = forked(serve_slowly, there, kind)
     events: replica.Events = queue.SimpleQueue()
     engine = replica.Replica(
         Settings(engine="embedded", folder="", dtype="float32"), log=tmp_path / "engine.log", events=events
     )
+    if kind == "stops while it loads":
+        assert str(events.get(timeout=LIMIT)[1]) == "timed out: it said nothing for 2.5 s"
+        process.kill()
+        return
     assert events.get(timeout=LIMIT) == (engine, replica.READY)
     asked = engine.begin("wake", ())
-    if hangs:
+    if kind == "hangs":
         assert str(events.get(timeout=LIMIT)[1]).startswith("its engine has not moved for")
         assert isinstance(asked.exception(timeout=LIMIT), replica.Died)
     else:

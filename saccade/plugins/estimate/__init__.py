@@ -238,7 +238,7 @@ def not_counted(config: Config) -> Iterator[str]:
         held = f"while it generates it holds {rollout.memory_share:g} of its GPUs (rollout.memory_share)"
         yield f"seconds of rollout.engine={rollout.engine} are those of the embedded engine; {held}"
     elif rollout.replicas:
-        yield f"memory of rollout.replicas={rollout.replicas} is not counted: each holds the weights on a GPU of its own"
+        yield f"memory of rollout.replicas={rollout.replicas} is not counted: each holds the weights on its GPU"
     for folder in reward_folders(config.reward):
         if not weights_in(folder):
             yield f"the reward model {folder} is not counted: no *.safetensors lie there"

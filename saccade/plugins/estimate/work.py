@@ -227,17 +227,17 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
         size = 2 * plan.element * shape.text.layers * heads * times / plan.together * passed
         seconds["exchange"] += collective_seconds(size, links, gpus=plan.together)
         seconds["controller"] = controller_seconds(made.sampled * sampled, gpus=gpus)
-    step = sum(seconds.values())
+    taken, aside = sum(seconds.values()), 0.0
     if plan.config.rollout.ahead and plan.config.rollout.replicas:
-        step = max(seconds["rollout"], step - seconds["rollout"])
-    return replace(pace, seconds=seconds, step=step)
+        aside = min(seconds["rollout"], taken - seconds["rollout"])
+    return replace(pace, seconds=seconds, step=taken - aside)
 
 
 def _rollout_seconds(plan: Plan, made: flops.Generation, peak: float, bandwidth: float, *, pool: float) -> float:
-    """Seconds to sample a step, with as many sequences at a time as fit into the KV cache (`pool` GiB): on each GPU that
-    trains, or on each engine beside them, which may have several GPUs and divides the prompts with the others.
+    """Seconds to sample a step, with as many sequences at a time as fit into the KV cache (`pool` GiB): on each GPU
+    that trains, or on each engine beside them, which may have several GPUs and divides the prompts with the others.
     """
-    rollout, shape, own = plan.config.rollout, plan.policy.shape, plan.config.train.prompts_per_step
+    rollout, shape, own = plan.config.rollout, plan.policy.shape, float(plan.config.train.prompts_per_step)
     least, at_once, gpus = LAYER.get(plan.config.model.train, LAYER["full"]), plan.sequences, 1
     if rollout.replicas:
         share, gpus = (1, 1) if rollout.engine == "embedded" else (rollout.memory_share, rollout.tensor_parallel)

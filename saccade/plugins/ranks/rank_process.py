@@ -31,7 +31,7 @@ from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, MicroBatchTooLarge, SaccadeError, TrainingError
 from saccade.forest.batch import Batch, Forest
 from saccade.models.load import gpu_peak_gb, pick_device, pick_dtype
-from saccade.plugins.engines.replicas.replica_process import Worker, describe_error
+from saccade.plugins.engines.replicas.replica_process import Worker, describe_error, reporting
 from saccade.plugins.engines.weight_transfer import served
 from saccade.plugins.engines.weights import shared
 from saccade.plugins.ranks import preflight
@@ -355,6 +355,7 @@ def serve(channel: Channel, controller: str | None = None) -> None:
     inbox = listen(channel, tied=controller is None)
     settings = RankSettings(**inbox.get().row["settings"])
     settings = replace(settings, host=controller or settings.host)
+    workers = reporting(channel)
     try:
         join(settings)
         with within_memory():
@@ -364,10 +365,10 @@ def serve(channel: Channel, controller: str | None = None) -> None:
         channel.send({"failed": describe_error(error)})
         sys.stderr.flush()
         os._exit(error.exit_code)  # a thread may be stuck in nccl
+    workers.append(worker)
     channel.send({"ready": True})
     orders: queue.SimpleQueue[Block] = queue.SimpleQueue()
     threading.Thread(target=answer_at_once, args=(worker, inbox, orders), name="orders", daemon=True).start()
-    threading.Thread(target=worker.report, name="report", daemon=True).start()
     worker.run(orders)
 
 

@@ -27,7 +27,8 @@ from saccade.system.codec import FILES, Arrays, decode, encode
 from saccade.system.process import LOOK_EVERY, LOST, Block, Child
 from saccade.types import Completion, Request
 
-START_LIMIT = 1800.0  # seconds: a large model is read and its kernels are compiled
+START_LIMIT = 1800.0  # seconds without a word of a process that starts: it imports libraries
+LOAD_SILENCE = 120.0  # the same of a process that has reported, and still loads: no thread may run for a while
 REPORT_EVERY = 1.0  # seconds between two signs of life
 ANSWER_LIMIT = 60.0  # seconds for the process to read what it is sent
 STEP_LIMIT = 1800.0  # seconds of one step of the engine, including the first, which may compile kernels
@@ -101,17 +102,18 @@ class Replica:
             self.child.close()
 
     def _hear(self, child: Child) -> None:
-        silent = 0.0  # seconds, counted in looks: time in which this process is halted does not count
+        silent, reports = 0.0, False  # seconds, counted in looks: time in which this process is halted does not count
         while True:
             before = child.channel.received
             block = child.receive(LOOK_EVERY)
             if block is None:
                 silent = silent + LOOK_EVERY if child.channel.received == before else 0.0
-                limit = REPORT_EVERY + self.silence_limit if self._ready else START_LIMIT
+                quiet = REPORT_EVERY + (self.silence_limit if self._ready else LOAD_SILENCE)
+                limit = quiet if reports else START_LIMIT
                 if silent > limit:
                     raise Died(f"timed out: it said nothing for {limit:g} s")
                 continue
-            silent, row = 0.0, block.row
+            silent, reports, row = 0.0, True, block.row
             if "id" in row:
                 answer = self._answers.pop(row["id"])
                 if "failed" in row:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from saccade.engines import Engine, Settings
@@ -33,14 +34,7 @@ class Worker:
         self._files: Arrays = {}  # of media, until the parent says to forget them
         self._unusable = ""  # the reason: the engine failed, or its weights may be a mix of two versions
         self._ended = False
-        self._working_since: float | None = None
-
-    def report(self) -> None:
-        """Report every second that this process is alive, also during a long step."""
-        while True:
-            since = self._working_since
-            self.channel.send({"busy_s": 0.0 if since is None else time.monotonic() - since})
-            time.sleep(REPORT_EVERY)
+        self.working_since: float | None = None
 
     def run(self, inbox: queue.SimpleQueue[Block]) -> None:
         while not self._ended:
@@ -69,13 +63,13 @@ class Worker:
 
     def _attempt(self, order: Callable[..., Any], *arguments: Any) -> None:
         """Let the engine work, and report its time as busy. (Calls are not: their callers have time limits.)"""
-        self._working_since = time.monotonic()
+        self.working_since = time.monotonic()
         try:
             order(*arguments)
         except SaccadeError as error:  # anything else ends the process
             self._unusable = self._unusable or str(error)
             self.channel.send({"failed": describe_error(error)})
-        self._working_since = None
+        self.working_since = None
 
     def _advance(self) -> None:
         if done := self.engine.poll():
@@ -126,6 +120,23 @@ class Worker:
         self._ended = True
 
 
+def reporting(channel: Channel) -> list[Worker]:
+    """Report every second that this process is alive, also while it starts. Append its worker to the list that this
+    returns: then long steps are reported, too.
+    """
+    workers: list[Worker] = []
+
+    def report() -> None:
+        with suppress(OSError):  # the other end is gone
+            while True:
+                since = workers[0].working_since if workers else None
+                channel.send({"busy_s": 0.0 if since is None else time.monotonic() - since})
+                time.sleep(REPORT_EVERY)
+
+    threading.Thread(target=report, name="report", daemon=True).start()
+    return workers
+
+
 def describe_error(error: SaccadeError) -> dict[str, str]:
     """The error as a row, from which the parent raises it again."""
     ours = (kind for kind in type(error).__mro__ if kind.__module__ == SaccadeError.__module__)
@@ -136,6 +147,7 @@ def serve(channel: Channel, controller: str | None = None) -> None:
     """Do what the parent asks, or the `controller` at that address, until it ends."""
     inbox = listen(channel, tied=controller is None)
     settings = Settings(**inbox.get().row["settings"])
+    workers = reporting(channel)
     try:
         template, trusted = settings.chat_template, settings.trust_remote_code
         family = load_family(settings.folder, name=settings.family, chat_template=template, trust_remote_code=trusted)
@@ -143,9 +155,8 @@ def serve(channel: Channel, controller: str | None = None) -> None:
     except SaccadeError as error:
         channel.send({"failed": describe_error(error)})
         sys.exit(error.exit_code)
-    worker = Worker(engine, channel, controller)
+    workers.append(worker := Worker(engine, channel, controller))
     channel.send({"ready": True})
-    threading.Thread(target=worker.report, name="report", daemon=True).start()
     worker.run(inbox)
     engine.close()
 
