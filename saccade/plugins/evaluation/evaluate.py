@@ -4,13 +4,16 @@ saccade eval run.yaml model.path=runs/geo/checkpoints/step-100 data.val=test.jso
 saccade eval run.yaml --rescore runs/run-eval/samples.jsonl
 """
 
+import _thread
 import hashlib
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from saccade import checks
@@ -47,6 +50,7 @@ log = logging.getLogger(__name__)
 
 ALSO = ("blind", "leaks")
 FILES = (RESULTS, SAMPLE_ROWS, "report.html", QUARANTINE)
+SOON = 0.05  # seconds until a dropped signal is raised again
 NOTHING: Mapping[str, float] = {}
 
 
@@ -138,9 +142,20 @@ def _evaluate(
 
 @contextmanager
 def _ended_by_signals(folder: Path, summary: Mapping[str, Any]) -> Iterator[None]:
-    """SIGTERM ends an evaluation like Ctrl-C: with a message that names the finished sets."""
+    """SIGTERM ends an evaluation like Ctrl-C: with a message that names the finished sets. Python drops an exception in
+    a callback of its own (of a weak reference, `__del__`); that of a signal is raised again a moment later.
+    """
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    dropped = sys.unraisablehook
+
+    def raised_again(about: Any) -> None:
+        if issubclass(about.exc_type, KeyboardInterrupt):  # a bare thread, as locks may be held here
+            _thread.start_new_thread(lambda: (sleep(SOON), _thread.interrupt_main(signal.SIGTERM)), ())
+        else:
+            dropped(about)
+
     if ours:
+        sys.unraisablehook = raised_again
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -149,6 +164,7 @@ def _ended_by_signals(folder: Path, summary: Mapping[str, Any]) -> Iterator[None
         raise Interrupted(f"stopped; {kept}. The same command goes on with what is missing") from None
     finally:
         if ours:
+            sys.unraisablehook = dropped
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
