@@ -236,12 +236,19 @@ def test_every_answer_of_an_evaluation(tmp_path):
     assert [turn["said"][0]["text"] for turn in last["turns"]] == ["look", "3"]
     assert (last["verdict"], last["question"], last["tokens"]) == ("right", "How many?", {"response": 7})
     assert list_runs(runs)[0]["facts"] == {"accuracy on six": "50.0\u00a0%"}
-    store(tmp_path, answers("zero", right=True), steps=[0], kind="val/five")  # the next set; its rows come behind
-    found = list_rollouts(runs, name)["id"]
-    assert found == ["one", "one", "two", "zero", "zero"]
-    with (tmp_path / "samples.jsonl").open("a") as file:
-        file.write("".join(json.dumps(line | {"set": "five", "id": id}) + "\n" for id in ("zero", "three")))
-    assert list_rollouts(runs, name)["id"] == [*found, "three"]
+
+    def ends(kind):
+        """A set: its whole rollouts are written, then its rows of samples.jsonl."""
+        store(tmp_path, answers("zero", right=True), steps=[0], kind=f"val/{kind}")
+        with (tmp_path / "samples.jsonl").open("a") as file:
+            file.write("".join(json.dumps(line | {"set": kind, "id": id}) + "\n" for id in ("zero", "three")))
+
+    ends("five")
+    found = ["one", "one", "two", "zero", "zero", "three"]  # the rows of the next set come behind
+    assert list_rollouts(runs, name)["id"] == found
+    (tmp_path / "samples.jsonl").touch()
+    placed = runs.rollouts(tmp_path, lambda _: ends("four"))  # while files are read
+    assert list_rollouts(runs, name)["id"] == [one.row[2] for one in placed] == [*found, "three", "zero", "zero"]
     assert [one["id"] for one in show_rollouts(runs, name, [2, 3, 5])["items"]] == ["two", "zero", "three"]
 
 

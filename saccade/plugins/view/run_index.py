@@ -53,7 +53,8 @@ class Runs:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._files: dict[Path, Indexed] = {}
-        self._order: dict[Path, list[tuple[Path, int, int]]] = {}  # run -> slices of its files as they appeared
+        # run -> (files with numbers of their rollouts, as they appeared; how many of each file were seen)
+        self._order: dict[Path, tuple[list[tuple[Path, Sequence[int]]], dict[Path, int]]] = {}
         self._lock = Lock()
 
     def folders(self) -> dict[str, Path]:
@@ -77,20 +78,27 @@ class Runs:
         """All rollouts of a run by step, training before validation, then samples.jsonl. What is written later comes
         behind all of these, so an index stays valid. Once `enough(found)` is true, no further file is read.
         """
-        files, found = _rollout_files(folder), list[Stored]()
+        files, found, read = _rollout_files(folder), list[Stored](), dict[Path, Sequence[Stored]]()
         for file in files:
             if not self._is_read(file) and enough(found):
                 break
-            found += self._of_file(file).rollouts
+            read[file] = self._of_file(file).rollouts
+            found += read[file]
+        else:  # of a set that ended meanwhile: whole rollouts are written before those of samples.jsonl
+            late = [file for file in _rollout_files(folder) if file not in read and file.name != SAMPLES]
+            read |= {file: self._of_file(file).rollouts for file in late}
         with self._lock:
-            parts = {file: self._files.get(file, Indexed()).rollouts for file in files}
-            if files and files[-1].name == SAMPLES:
-                whole = {(one.row[0], *one.row[2:4]) for file in files[:-1] for one in parts[file]}
-                parts[files[-1]] = [one for one in parts[files[-1]] if (one.row[0], *one.row[2:4]) not in whole]
-            order = self._order.setdefault(folder, [])
-            known = {file: end for file, _, end in order}
-            order += [(f, known.get(f, 0), len(more)) for f, more in parts.items() if len(more) > known.get(f, 0)]
-            return [one for file, start, end in order for one in parts.get(file, ())[start:end]]
+            order, placed = self._order.setdefault(folder, ([], {}))
+            for file, stored in read.items():
+                new: Sequence[int] = range(placed.get(file, 0), len(stored))
+                if new and file.name == SAMPLES:
+                    whole = {_key(one) for other in read if other != file for one in read[other]}
+                    new = [number for number in new if _key(stored[number]) not in whole]
+                if new:
+                    order.append((file, new))
+                placed[file] = max(placed.get(file, 0), len(stored))
+            known = {file: self._files.get(file, Indexed()).rollouts for file in files} | read
+            return [known[file][n] for file, new in order if file in known for n in new if n < len(known[file])]
 
     def left_out(self, folder: Path) -> list[str]:
         """Messages about lines that are no rollouts, in the files read so far."""
@@ -145,6 +153,10 @@ def _read(file: Path, say: Callable[[str], object]) -> Iterator[Stored]:
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 say(f"{file}, line {number} is no rollout and is left out ({type(error).__name__}: {error})")
             start += len(line)
+
+
+def _key(one: Stored) -> tuple[Any, ...]:
+    return one.row[0], *one.row[2:4]
 
 
 def _record(file: Path, line: bytes) -> Record:
