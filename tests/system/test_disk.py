@@ -85,11 +85,11 @@ def test_a_chat_looks_before_it_answers(word_model, tmp_path):
 
 def test_a_set_of_scenes_stays_inside_of_its_folder(tmp_path):
     result = run("data", "visual-search", tmp_path / "scenes", "--rows", "2", "--name", "../train")
-    assert "--name ../train: wants one file name" in result.output and (result.exit_code, [*tmp_path.iterdir()]) == (
-        2,
-        [],
-    )
+    assert "--name ../train: wants one file name" in result.output
+    assert (result.exit_code, [*tmp_path.iterdir()]) == (2, [])
     assert run("data", "visual-search", tmp_path / "scenes", "--rows", "2").exit_code == 0
+    again = run("data", "visual-search", tmp_path / "scenes", "--rows", "3")
+    assert again.exit_code == 2 and "train.jsonl exists and is not overwritten" in " ".join(again.output.split())
     card = (tmp_path / "scenes" / "train.md").read_text()
     assert "2 scenes" in card and "visual-search scenes --rows 2 --level medium" in card and "inputs: none" in card
 

@@ -63,6 +63,8 @@ def visual_search(
 
     if not is_name(name):
         raise ConfigError(f"--name {name}: wants one file name without its ending, try train")
+    if (out / f"{name}.jsonl").exists():
+        raise ConfigError(f"{out / name}.jsonl exists and is not overwritten; give another folder or --name")
     require_writable(out, "OUT")
     samples = search_split(rows, seed=seed, level=level, kind=kind, grid=grid, view=view)
     path = write_jsonl(samples, out, name=name, budgets=True)

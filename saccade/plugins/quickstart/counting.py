@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from saccade.media.blob_file import encoded
+from saccade.plugins.drawn.drawn_sets import finished_file
 from saccade.types import Media, Message, Sample, replace
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -121,7 +122,7 @@ def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train",
     """
     (folder / "images").mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
-    with path.open("w", encoding="utf-8") as file:
+    with finished_file(path) as file:
         for sample in samples:
             (media,) = sample.media
             image = f"images/{media.hash[:16]}.png"
