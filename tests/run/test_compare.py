@@ -89,8 +89,14 @@ def test_pairs_and_what_cannot_be_compared(tmp_path, folders):
     assert [cell.value for cell in compare(*models)[0][0].rows[0][1:5]] == [1, 0, 1, 1]
     with pytest.raises(ConfigError, match=r"no scored item is in both evaluations: .*base has geo and .*weak has pair"):
         compare(folders[0], models[0])
-    with pytest.raises(ConfigError, match=r"is no evaluation: it has no samples\.jsonl"):
-        compare(folders[0], tmp_path)
+    for folder, why in (
+        (tmp_path, rf"no samples\.jsonl; give one such as {folders[0]}"),
+        (tmp_path / "x", "no samples"),
+    ):
+        with pytest.raises(ConfigError, match=f"is no evaluation: it has {why}"):
+            compare(folders[0], folder)
+    (folders[0] / "manifest.json").write_text('{"sets": [{"name": "geo"}, {"name": "more"}]}')  # broken off before more
+    assert compare(*folders)[1][0] == f"{folders[0]}: not finished: there are no results of geo, more yet."
     with pytest.raises(EnvironmentProblem, match="use --out FILE where"):
         compare(*folders, Path("/proc/a.html"))
     samples = models[0] / "samples.jsonl"

@@ -21,6 +21,7 @@ from saccade.errors import ConfigError
 from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.reports.comparison import paired_difference
 from saccade.plugins.reports.episodes import MOST_BYTES, shortened, thumbnail
+from saccade.plugins.reports.eval_report import read_facts, read_results, unfinished
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, write_report
 from saccade.plugins.reports.trajectories import IMAGES
 from saccade.run.folder import RESULTS, TRAJECTORIES
@@ -97,8 +98,12 @@ def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
         sets = [", ".join(sorted({name for name, _ in rows})) for rows in found]
         has = " and ".join(f"{folder} has {names}" for folder, names in zip((first, second), sets, strict=True))
         raise ConfigError(f"no scored item is in both evaluations: {has}; evaluate the same sets")
-    notes = []
+    notes = list[str]()
     for folder, rows in zip((first, second), found, strict=True):
+        notes += [
+            f"{folder}: {line}"
+            for line in unfinished(read_results(folder, notes.append), read_facts(folder, notes.append))
+        ]
         if rest := len(rows) - len(shared):
             notes.append(f"{rest} scored items are in {folder} only and do not count.")
     changed = sum(found[0][key][0][0].get("prompt") != found[1][key][0][0].get("prompt") for key in shared)
@@ -111,8 +116,10 @@ def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
 def evaluated(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
     """(set, id) → the item's rows and their mean score. All orders of a question's options are one item."""
     path = folder / "samples.jsonl"
-    if not (path.is_file() and (folder / RESULTS).is_file()):
-        raise ConfigError(f"{folder} is no evaluation: it has no samples.jsonl; name folders that `saccade eval` wrote")
+    if absent := [name for name in (path.name, RESULTS) if not (folder / name).is_file()]:
+        inside = min(folder.glob(f"*/{RESULTS}"), default=folder / RESULTS).parent
+        wanted = f"give one such as {inside}" if inside != folder else "name folders that `saccade eval` wrote"
+        raise ConfigError(f"{folder} is no evaluation: it has no {absent[0]}; {wanted}")
     rows: dict[tuple[str, str], list[Row]] = {}
     for number, row in enumerate(read_lines(path), 1):
         if missing := ", ".join(sorted({"set", "id"} - row.keys())):

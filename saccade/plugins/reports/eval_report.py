@@ -75,6 +75,7 @@ def eval_report(folder: Path) -> Report:
         subtitle=report.subtitle_of(manifest, "eval"),
         facts=what_answered(manifest),
         left_out=said,
+        notes=unfinished(results, manifest),
         texts=report.texts_of(folder, manifest),
         tables=[_summary(results), *(t for n, found in results.items() for t in _tables(n, found))],
     )
@@ -83,6 +84,12 @@ def eval_report(folder: Path) -> Report:
 def read_facts(folder: Path, say: Callable[[str], object]) -> dict[str, Any]:
     """The manifest of an evaluation; empty for those of earlier versions, which have none."""
     return report.read_file(folder / MANIFEST, json.loads, say) if (folder / MANIFEST).exists() else {}
+
+
+def unfinished(results: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[str]:
+    """A line about the sets that are not done, if there are some."""
+    missing = ", ".join(one["name"] for one in manifest.get("sets", ()) if one["name"] not in results)
+    return [f"not finished: there are no results of {missing} yet."] * bool(missing)
 
 
 def what_answered(manifest: Mapping[str, Any]) -> dict[str, str]:
