@@ -72,9 +72,8 @@ def visual_search(
     answers = {kind: Counter(str(sample.answer) for sample in samples)}
     what = f"{rows:,} scenes with a small target that saccade {__version__} drew"
     write_card(path, what, ["visual-search", out.name, *flags(options)], facts=["", *answer_lines(answers)])
-    side, budget = samples[0].media[0].width, view * view
-    zoom = f"env.name=crop env.min_pixels={budget} env.max_pixels={budget}"
-    print(f"wrote {path}: {rows} scenes of {side} pixels; zoom with {zoom}")
+    zoom = f"env.name=crop env.min_pixels={view * view} env.max_pixels={view * view}"
+    print(f"wrote {path}: {rows} scenes of {samples[0].media[0].width} pixels; zoom with {zoom}")
 
 
 @command("coldstart", group=group, example=COLDSTART)

@@ -116,12 +116,10 @@ def read_annotations(folder: Path, file: Path, out: Path | None = None) -> tuple
     )
     differ = [key for key, (rule, person) in pairs.items() if rule != person]
     listed = tuple((*key, *("right" if side else "wrong" for side in pairs[key])) for key in differ)
-    tables = [table]
-    if differ:
-        tables.append(Table(title="Where they differ", columns=(*KEY, "verifier", "person"), rows=listed))
+    tables = [table, Table(title="Where they differ", columns=(*KEY, "verifier", "person"), rows=listed)]
     whole = folder.resolve()
     free = (path for path in numbered(whole.with_name(f"{whole.name}-human")) if not path.exists())
-    return tables, _rescored(rows, said, out or next(free))
+    return tables[: 2 if differ else 1], _rescored(rows, said, out or next(free))
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:

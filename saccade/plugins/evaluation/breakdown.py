@@ -82,9 +82,7 @@ def by_k(groups: Sequence[Group], scores: Scores = NO_SCORES) -> Table:
     of the first k answers. Items that lost an answer to an error are left out.
     """
     own = [group for group in groups if group.sample.data_source not in scores]
-    live = [
-        [t for t in group.trajectories if t.status not in ALWAYS_EXCLUDED and t.outcome is not None] for group in own
-    ]
+    live = [[t for t in g.trajectories if t.status not in ALWAYS_EXCLUDED and t.outcome is not None] for g in own]
     n = max(map(len, live), default=0)
     whole = [members for members in live if len(members) == n]
     outcomes = [[float(t.outcome or 0.0) for t in members] for members in whole]
@@ -105,8 +103,7 @@ def by_limit(groups_under: Mapping[int, Sequence[Group]], scores: Scores = NO_SC
         members = [t for group in groups for t in group.trajectories]
         cut = float(np.mean([t.end_reason == "max_turns" for t in members]))
         turns = float(np.mean([t.turns for t in members]))
-        about = {"overturn_frac": cut, "turns_mean": turns}
-        table[str(limit)] = group_accuracy(groups, scores) | about
+        table[str(limit)] = group_accuracy(groups, scores) | {"overturn_frac": cut, "turns_mean": turns}
     return table
 
 

@@ -33,11 +33,8 @@ def with_blind(sets: Mapping[str, Dataset]) -> dict[str, Dataset]:
 
 
 def _without_media(sample: Sample) -> Sample:
-    messages = [
-        replace(message, parts=tuple(part for part in message.parts if isinstance(part, str)))
-        for message in sample.messages
-    ]
-    return replace(sample, messages=tuple(messages))
+    words = (replace(m, parts=tuple(part for part in m.parts if isinstance(part, str))) for m in sample.messages)
+    return replace(sample, messages=tuple(words))
 
 
 def sight_gain(seeing: Iterable[Row], blind: Iterable[Row]) -> dict[str, float]:
@@ -65,12 +62,9 @@ def _means(rows: Iterable[Row]) -> dict[str, float]:
 # -- training data ----------------------------------------------------------------------------------
 
 
-def leaked(sets: Mapping[str, Dataset], training: Iterable[Sample]) -> dict[str, Leaks]:
+def leaked(sets: Mapping[str, Dataset], training: Sequence[Sample]) -> dict[str, Leaks]:
     """For each set the items whose picture, or whose question word by word, is also in a training row."""
-    pictures, questions = set[str](), set[str]()
-    for sample in training:
-        pictures |= {medium.hash for medium in sample.media}
-        questions.add(_words(sample))
+    pictures, questions = {m.hash for sample in training for m in sample.media}, {*map(_words, training)}
     return {
         name: {
             "picture": {s.id for s in dataset.samples if any(medium.hash in pictures for medium in s.media)},

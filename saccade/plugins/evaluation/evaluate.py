@@ -20,18 +20,11 @@ from saccade import checks
 from saccade.config import Config, load, on_one_gpu
 from saccade.errors import ConfigError, Interrupted, RewardError
 from saccade.plugins.check_data.row_warnings import unused_rewards, warn_of_rewards
+from saccade.plugins.evaluation import results as stored
 from saccade.plugins.evaluation.answering import answering_family, evaluator_of, model_name
 from saccade.plugins.evaluation.checks_of_sets import BLIND, leak_metrics, leaked, sight_gain, with_blind
 from saccade.plugins.evaluation.eval_folder import begin_folder, folders_of, locked_folder, missing
 from saccade.plugins.evaluation.rescoring import read_samples, require_pictures, rescored, suites_among
-from saccade.plugins.evaluation.results import (
-    SAMPLE_ROWS,
-    add_rows,
-    read_lines,
-    sample_rows,
-    what_answers,
-    write_numbers,
-)
 from saccade.plugins.reports.eval_report import table_lines, write_eval_report
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
@@ -49,8 +42,7 @@ from saccade.system import devices
 log = logging.getLogger(__name__)
 
 ALSO = ("blind", "leaks")
-FILES = (RESULTS, SAMPLE_ROWS, "report.html", QUARANTINE)
-SOON = 0.05  # seconds until a dropped signal is raised again
+FILES = (RESULTS, stored.SAMPLE_ROWS, "report.html", QUARANTINE)
 NOTHING: Mapping[str, float] = {}
 
 
@@ -118,7 +110,7 @@ def _evaluate(
         warn_of_rewards(evaluator.scorer, sets.values(), shared=False)
         facts = {**asked, **run_parts.manifest(family, training, config)}
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
-        facts["answers"] = what_answers(config, model_name(config, evaluator.engine))
+        facts["answers"] = stored.what_answers(config, model_name(config, evaluator.engine))
         summary |= (done := begin_folder(folder, given, facts))
         for name in missing(sets, done, folder):
             dataset = sets[name]
@@ -129,7 +121,7 @@ def _evaluate(
             writer.write(0, kept, family, version=0, kind=f"val/{name}", scores=result.scores)
             writer.flush()
             leaks = leak_metrics(result, seen[name], result.scores) if name in seen else {}
-            _finish_set(folder, summary, result, sample_rows(result, family), config.eval.suites, leaks)
+            _finish_set(folder, summary, result, stored.sample_rows(result, family), config.eval.suites, leaks)
             if note := name in config.eval.suites and unusual(name, config.val.n):
                 log.info(note)
             if dataset.overlong or dataset.quarantined or dataset.renamed:  # other rows, so another score
@@ -150,7 +142,7 @@ def _ended_by_signals(folder: Path, summary: Mapping[str, Any]) -> Iterator[None
 
     def raised_again(about: Any) -> None:
         if issubclass(about.exc_type, KeyboardInterrupt):  # a bare thread, as locks may be held here
-            _thread.start_new_thread(lambda: (sleep(SOON), _thread.interrupt_main(signal.SIGTERM)), ())
+            _thread.start_new_thread(lambda: (sleep(0.05), _thread.interrupt_main(signal.SIGTERM)), ())
         else:
             dropped(about)
 
@@ -228,7 +220,7 @@ def _finish_set(
         more = {**more, **suite_metrics(suite_of(name), result.groups, result.tables)}
     noted = {name: more}
     if name != seeing and seeing in summary:
-        with_pictures = [row for row in read_lines(folder / SAMPLE_ROWS) if row["set"] == seeing]
+        with_pictures = [row for row in stored.read_lines(folder / stored.SAMPLE_ROWS) if row["set"] == seeing]
         noted[seeing] = sight_gain(with_pictures, rows)
     summary[name] = {**result.metrics, **result.tables}
     for one, found in noted.items():
@@ -237,8 +229,8 @@ def _finish_set(
             summary[one] |= found
     for line in table_lines(name, result.tables):
         log.info(line)
-    add_rows(folder, rows)
-    write_numbers(folder, summary)
+    stored.add_rows(folder, rows)
+    stored.write_numbers(folder, summary)
 
 
 def _check_errors(config: Config, results: Sequence[Result], done: Mapping[str, Mapping[str, Any]]) -> None:

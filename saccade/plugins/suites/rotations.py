@@ -36,10 +36,8 @@ def rotations(sample: Sample) -> list[Sample]:
         row = reordered(sample, [*places[turn:], *places[:turn]])
         messages = tuple(_swapped(message, sample, row.choices) for message in row.messages) if turn else row.messages
         if turn and messages == sample.messages:
-            raise ConfigError(
-                f"eval.suites: row {sample.id} does not list its options as (A) … in lines, so they cannot be turned; "
-                "leave :circular or prompt.template out"
-            )
+            why = "does not list its options as (A) … in lines, so they cannot be turned"
+            raise ConfigError(f"eval.suites: row {sample.id} {why}; leave :circular or prompt.template out")
         id = f"{sample.id}~{turn}" if turn else sample.id
         found.append(replace(row, id=id, messages=messages, extra={**sample.extra, ROTATION_OF: sample.id}))
     return found

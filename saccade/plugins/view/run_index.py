@@ -85,15 +85,16 @@ class Runs:
             read[file] = self._of_file(file).rollouts
             found += read[file]
         else:  # of a set that ended meanwhile: whole rollouts are written before those of samples.jsonl
-            late = [file for file in _rollout_files(folder) if file not in read and file.name != SAMPLES]
-            read |= {file: self._of_file(file).rollouts for file in late}
+            read |= {
+                f: self._of_file(f).rollouts for f in _rollout_files(folder) if f not in read and f.name != SAMPLES
+            }
         with self._lock:
             order, placed = self._order.setdefault(folder, ([], {}))
             for file, stored in read.items():
                 new: Sequence[int] = range(placed.get(file, 0), len(stored))
                 if new and file.name == SAMPLES:
-                    whole = {_key(one) for other in read if other != file for one in read[other]}
-                    new = [number for number in new if _key(stored[number]) not in whole]
+                    whole = {one.row[:4] for other in read if other != file for one in read[other]}
+                    new = [number for number in new if stored[number].row[:4] not in whole]
                 if new:
                     order.append((file, new))
                 placed[file] = max(placed.get(file, 0), len(stored))
@@ -153,10 +154,6 @@ def _read(file: Path, say: Callable[[str], object]) -> Iterator[Stored]:
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 say(f"{file}, line {number} is no rollout and is left out ({type(error).__name__}: {error})")
             start += len(line)
-
-
-def _key(one: Stored) -> tuple[Any, ...]:
-    return one.row[0], *one.row[2:4]
 
 
 def _record(file: Path, line: bytes) -> Record:

@@ -63,10 +63,10 @@ def show_run(runs: Runs, run: str) -> Json:
     """The report of a run, and its options by their dotted names."""
     folder = _folder(runs, run)
     options = dict(_flat(read_options(folder, _said_elsewhere))) if (folder / CONFIG).exists() else {}
-    if is_evaluation(folder):
-        read = {name: value for name, value in options.items() if not why_ignored(name, "eval")}
-        return {"report": plain(replace(eval_report(folder), title=run)), "options": read}
-    return {"report": plain(replace(run_report(folder), title=run)), "options": options}
+    judged = is_evaluation(folder)
+    report = replace((eval_report if judged else run_report)(folder), title=run)
+    read = {name: value for name, value in options.items() if not (judged and why_ignored(name, "eval"))}
+    return {"report": plain(report), "options": read}
 
 
 def list_rollouts(runs: Runs, run: str, seconds: float = inf) -> Json:
