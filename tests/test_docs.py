@@ -43,6 +43,7 @@ def test_the_ledger_of_features_names_what_there_is() -> None:
     assert [*table] == [f"F-{number:03}" for number in range(1, 123)]
     for name, (state, _, shown, missing) in table.items():
         assert state in STATES and bool(missing) == (state != "works") and bool(shown) == (state != "missing"), name
+        assert missing.startswith(("needs ", "not built: ")) or not missing, name
         for one in shown:
             first, *words = one.split()
             files = [word for word in words if word.startswith("configs/")] if words else [first]

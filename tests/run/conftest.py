@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from saccade.config import load
+from saccade.plugins.evaluation.results import add_rows, write_numbers
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.run.training_run import open_folder as start
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
@@ -19,6 +20,13 @@ WORDS += [str(number) for number in range(10)] + ["<script>alert(1)</script>"]
 
 def decode(ids):
     return " ".join(WORDS[index] for index in ids)
+
+
+def evaluation(folder, rows, results):
+    folder.mkdir(exist_ok=True)
+    add_rows(folder, rows)
+    write_numbers(folder, results)
+    return folder
 
 
 def media(name="aa11", **changes):

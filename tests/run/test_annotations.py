@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from saccade.cli import app
 from saccade.plugins.evaluation.annotations import kappa, kappa_interval
+from tests.run.conftest import evaluation
 
 
 def saccade(*arguments):
@@ -24,11 +25,7 @@ def folder(tmp_path):
         row |= {"prompt": 'What, "exactly"?\nSay.', "gold": ["cat", "dog"], "response": "=1+1", "extracted": "cat"}
         rows.append(row | {"media": [{"hash": "a" * 64, "path": "a.png", "size": [56, 56]}], "extra": {}})
     rows.append(rows[0] | {"id": "broken", "score": None, "status": "reward_error"})
-    made = tmp_path / "run-eval"
-    made.mkdir()
-    (made / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (made / "results.json").write_text("{}")
-    return made
+    return evaluation(tmp_path / "run-eval", rows, {})
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl"])

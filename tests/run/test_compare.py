@@ -11,22 +11,20 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins.evaluation.compare import compare, mcnemar
 from saccade.plugins.reports.comparison import paired_difference
 from tests.browser import needs_browser, page_data
+from tests.run.conftest import evaluation
 
 
 def written(folder, scores, picture, **more):
     """An evaluation: a score, or several, for each question; None was not scored."""
-    folder.mkdir()
-    lines = []
+    rows = []
     for id, own in scores.items():
         for repeat, score in enumerate(own if isinstance(own, list) else [own]):
             row = {"set": "geo", "id": id, "score": score, "response": f"<answer>{score}</answer>", "repeat": repeat}
             row |= {"prompt": "How long?", "gold": "7", "extracted": str(score), "status": "ok", "tokens": 3}
             row |= {"extra": {"category": "even" if int(id) % 2 == 0 else "odd"}, "parts": {}, "end_reason": "answered"}
             medium = {"hash": "a" * 64, "path": str(picture), "size": [56, 56]}
-            lines.append(json.dumps(row | {"media": [medium]} | more) + "\n")
-    (folder / "samples.jsonl").write_text("".join(lines))
-    (folder / "results.json").write_text("{}")
-    return folder
+            rows.append(row | {"media": [medium]} | more)
+    return evaluation(folder, rows, {})
 
 
 @pytest.fixture
@@ -80,21 +78,13 @@ def test_orders_of_the_options_are_one_question(tmp_path, image):
 
 def test_pairs_and_what_cannot_be_compared(tmp_path, folders):
     sides = [{"chosen": {"preference": good}, "rejected": {"preference": 0.5}} for good in (0.2, 0.9)]
-    models = []
-    for name, side in zip(("weak", "strong"), sides, strict=True):
-        models.append(tmp_path / name)
-        models[-1].mkdir()
-        (models[-1] / "samples.jsonl").write_text(json.dumps({"set": "pairs", "id": "1", **side}) + "\n")
-        (models[-1] / "results.json").write_text("{}")
+    rows = [{"set": "pairs", "id": "1", **side} for side in sides]
+    models = [evaluation(tmp_path / name, [row], {}) for name, row in zip(("weak", "strong"), rows, strict=True)]
     assert [cell.value for cell in compare(*models)[0][0].rows[0][1:5]] == [1, 0, 1, 1]
     with pytest.raises(ConfigError, match=r"no scored item is in both evaluations: .*base has geo and .*weak has pair"):
         compare(folders[0], models[0])
-    for folder, why in (
-        (tmp_path, rf"no samples\.jsonl; give one such as {folders[0]}"),
-        (tmp_path / "x", "no samples"),
-    ):
-        with pytest.raises(ConfigError, match=f"is no evaluation: it has {why}"):
-            compare(folders[0], folder)
+    with pytest.raises(ConfigError, match=rf"no evaluation: it has no samples\.jsonl; give one such as {folders[0]}"):
+        compare(folders[0], tmp_path)
     (folders[0] / "manifest.json").write_text('{"sets": [{"name": "geo"}, {"name": "more"}]}')  # broken off before more
     assert compare(*folders)[1][0] == f"{folders[0]}: not finished: there are no results of geo, more yet."
     with pytest.raises(EnvironmentProblem, match="use --out FILE where"):

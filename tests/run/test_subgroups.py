@@ -11,6 +11,7 @@ from saccade.errors import ConfigError
 from saccade.plugins.evaluation.subgroups import group_of, label_counts, label_measures, subgroup_tables
 from saccade.plugins.reports.comparison import independent_difference
 from saccade.run.statistics import wilson
+from tests.run.conftest import evaluation
 
 
 @pytest.fixture
@@ -21,9 +22,7 @@ def folder(tmp_path):
         gold, said = ["edema", "effusion"], "edema" if right else "edema; fracture"
         row = {"set": "xray", "id": str(number), "score": float(right), "status": "ok", "gold": gold, "extracted": said}
         rows.append(row | {"extra": {"sex": sex} if number else {"sex": None}})
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "results.json").write_text("{}")
-    return tmp_path
+    return evaluation(tmp_path, rows, {})
 
 
 def test_the_gap_of_a_group_is_that_to_the_best(folder, caplog):
@@ -69,9 +68,7 @@ def test_answers_of_several_samples_rank_questions(tmp_path):
     }
     row = {"set": "xray", "score": 1.0, "status": "ok"}
     rows = [row | {"id": gold, "gold": gold, "extracted": one} for gold, both in said.items() for one in both]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "results.json").write_text("{}")
-    (table,) = subgroup_tables(tmp_path, [], labels=True)
+    (table,) = subgroup_tables(evaluation(tmp_path, rows, {}), [], labels=True)
     found = {cells[0]: cells[-1].value for cells in table.rows}  # edema: 1 and 0 against 0.5 and 0
     assert table.columns[-1] == "AUROC" and (found["edema"], found["mass"]) == (0.625, 0.75)
 
@@ -104,9 +101,7 @@ def test_parts_of_parts_weigh_alike(tmp_path):
         for (source, dataset), scores in parts.items()
         for n, score in enumerate(scores)
     ]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "results.json").write_text("{}")
-    (table,) = subgroup_tables(tmp_path, [], within=["data_source", "dataset"])
+    (table,) = subgroup_tables(evaluation(tmp_path, rows, {}), [], within=["data_source", "dataset"])
     found = {row[0]: row[2] for row in table.rows}
     assert [*found] == ["all", "chest", "chest > a", "chest > b", "skin", "skin > c"]
     assert (found["chest > a"].value, found["chest"].value, found["all"].value) == (0.5, 0.75, 0.5)

@@ -13,6 +13,7 @@ import pytest
 from saccade.config import TrackConfig, load
 from saccade.errors import EnvironmentProblem
 from saccade.media.images import decode
+from saccade.plugins.evaluation.results import add_rows
 from saccade.plugins.reports.report import from_run
 from saccade.plugins.reports.rollout_record import token_sizes
 from saccade.plugins.serving.http_server import running
@@ -22,7 +23,7 @@ from saccade.run.loggers import Loggers
 from saccade.run.training_run import open_folder
 from tests.browser import needs_browser, page_data
 from tests.endpoints import call
-from tests.run.conftest import group, media, store, trajectory
+from tests.run.conftest import evaluation, group, media, store, trajectory
 from tests.run.test_episodes import TURNS, episode
 
 TOKEN = "sesame"
@@ -228,9 +229,7 @@ def test_every_answer_of_an_evaluation(tmp_path):
     line |= {"status": "ok", "reason": "", "reward": 0.2, "score": 1.0, "tokens": 7, "turns": 2, "tool_calls": []}
     line |= {"gold": "3", "extracted": "3", "end_reason": "answered", "parts": {}, "said": ["look", "3"]}
     lines = [line | {"id": "one"}, line]  # the first is stored whole
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    (tmp_path / "results.json").write_text(json.dumps({"six": {"accuracy": 0.5}}))
-    runs, name = Runs(tmp_path), tmp_path.name
+    runs, name = Runs(evaluation(tmp_path, lines, {"six": {"accuracy": 0.5}})), tmp_path.name
     assert list_rollouts(runs, name)["id"] == ["one", "one", "two"]
     (last,) = show_rollouts(runs, name, [2])["items"]
     assert [turn["said"][0]["text"] for turn in last["turns"]] == ["look", "3"]
@@ -240,8 +239,7 @@ def test_every_answer_of_an_evaluation(tmp_path):
     def ends(kind):
         """A set: its whole rollouts are written, then its rows of samples.jsonl."""
         store(tmp_path, answers("zero", right=True), steps=[0], kind=f"val/{kind}")
-        with (tmp_path / "samples.jsonl").open("a") as file:
-            file.write("".join(json.dumps(line | {"set": kind, "id": id}) + "\n" for id in ("zero", "three")))
+        add_rows(tmp_path, [line | {"set": kind, "id": id} for id in ("zero", "three")])
 
     ends("five")
     found = ["one", "one", "two", "zero", "zero", "three"]  # the rows of the next set come behind
