@@ -16,8 +16,8 @@ STATES = ("works", "partial", "missing")
 HEAD = """# Features
 
 Every capability that was set out to be built, with what shows it. *Works*: tests or commands show all of it.
-*Partial*: the last column says what is not there or was not tried. `make docs` writes this page from
-`docs/features.yaml`.
+*Partial*: the last column says what was *not built*, or what it *needs* to be tried: GPUs, machines, programs or
+public sets that were not at hand. `make docs` writes this page from `docs/features.yaml`.
 
 {counts}.
 

@@ -59,7 +59,7 @@ def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False
     with out.open("w", encoding="utf-8-sig", newline="") as file:  # with a BOM, as spreadsheets expect
         writer = csv.DictWriter(file, SHOWN)
         writer.writeheader()
-        writer.writerows({name: _harmless(value) for name, value in row.items()} for row in made)
+        writer.writerows({n: f"'{v}" if str(v).startswith(FORMULA) else v for n, v in row.items()} for row in made)
     return len(made)
 
 
@@ -85,10 +85,6 @@ def _file(medium: Mapping[str, Any], folder: Path) -> str:
     """A picture's own file, else the evaluation's copy (of one inside another file), else its hash."""
     stored = (folder / TRAJECTORIES / IMAGES).glob(f"{medium['hash']}.*")
     return str(medium.get("path") or next(stored, medium["hash"]))
-
-
-def _harmless(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 # -- read back --------------------------------------------------------------------------------------

@@ -140,9 +140,13 @@ def _ended_by_signals(folder: Path, summary: Mapping[str, Any]) -> Iterator[None
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     dropped = sys.unraisablehook
 
+    def again() -> None:
+        sleep(0.05)
+        _thread.interrupt_main(signal.SIGTERM)
+
     def raised_again(about: Any) -> None:
-        if issubclass(about.exc_type, KeyboardInterrupt):  # a bare thread, as locks may be held here
-            _thread.start_new_thread(lambda: (sleep(0.05), _thread.interrupt_main(signal.SIGTERM)), ())
+        if issubclass(about.exc_type, KeyboardInterrupt):
+            _thread.start_new_thread(again, ())  # without the locks of `threading`, which may be held here
         else:
             dropped(about)
 

@@ -131,8 +131,7 @@ def with_rewards(reward: RewardConfig, config: EvalConfig) -> RewardConfig:
     user in reward.by_source takes precedence.
     """
     suites = {name.removesuffix(CIRCULAR): suite_of(name) for name in config.suites}
-    judge = bool(reward.judge.url)
-    own = {name: {"terms": ["hybrid" if judge and one.judged else one.verifier]} for name, one in suites.items()}
+    own = {n: {"terms": ["hybrid" if s.judged and reward.judge.url else s.verifier]} for n, s in suites.items()}
     return reward.model_copy(update={"by_source": own | reward.by_source}) if own else reward
 
 
