@@ -145,6 +145,8 @@ def test_the_options_of_a_run_and_how_another_differs(browser, server):
     browser.until("document.querySelector('h1')?.textContent === 'first'")
     names = "[...document.querySelectorAll('td:first-child')].map(e => e.textContent).join()"
     assert browser.run(names) == "run.name,train.lr"
+    look(browser, view="run", run="gone")
+    browser.until("document.querySelector('.problem')?.textContent.startsWith('gone is not in this folder; this is ')")
     assert troubles(browser, server) == []
 
 
