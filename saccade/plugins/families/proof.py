@@ -150,7 +150,8 @@ def sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> It
             if left_out := [array for parts, _ in prompts for array in _left_out(family, parts)]:
                 raise ValueError(f"its processor makes {', '.join(left_out)} of one of them alone")
             made = list(_row_comparisons(model, family, rows, limit))
-            spans = [span for row in (*rows, *probes(family)) for span in row.prompt.media]
+            rows += answered(family, (noise(60, 50, 0),), 1)
+            spans = {span.media.kind: span for row in rows for span in row.prompt.media}.values()  # one of each kind
             widths = {family.features(model, media_inputs(family, [span], model.device)).shape[1] for span in spans}
             made.append(Compared("width of features", len(widths) - 1, of="others than those of pictures"))
         except torch.AcceleratorError:
@@ -165,11 +166,16 @@ def _row_comparisons(model: Any, family: Family, rows: Sequence["ProofRow"], lim
     yield max((_prompts(family, row) for row in rows), key=lambda found: found.gap)
     with torch.no_grad():
         wanted, seen = zip(*(theirs(model, row) for row in rows), strict=True)
-        masks = [found for row, layers in zip(rows, seen, strict=True) for found in _masks(model, family, row, layers)]
+        once = {row.prompt.ids.tobytes(): (row, told) for row, told in zip(rows, seen, strict=True)}.values()
+        spans = [span for row, _ in once for span in row.prompt.media]
+        lengths = [sum(span.length for span in row.prompt.media) for row, _ in once]
+        features = family.features(model, media_inputs(family, spans, model.device)).split(lengths)
+        shown = [(row, told, each) for (row, told), each in zip(once, features, strict=True)]
+        masks = [found for each in shown for found in _masks(model, family, *each)]
     for what in ("attention", "masks"):
         yield max((found for found in masks if found.what == what), key=lambda found: found.gap)
     with torch.no_grad():
-        handed = _handed(model, family, [row for row in rows if row.prompt.media])
+        handed = _handed(model, family, [(row, each) for row, _, each in shown if row.prompt.media])
     yield Compared("pictures", handed[0], max(limit, 16 * torch.finfo(model.dtype).eps))
     yield Compared("positions", handed[1] or 0, of="tokens", where="" if handed[1] is not None else NOT_HANDED)
     with torch.no_grad():
@@ -348,11 +354,8 @@ def whole_inputs(model: Any, row: ProofRow) -> dict[str, Any]:
 def packed_rows(model: Any, family: Family, rows: Sequence[ProofRow]) -> list[tuple[Tensor, Tensor]]:
     """The same, packed: rows with one prompt are a tree."""
     batch = _batch(rows)
-    given = inputs_of(batch, family, model.device, model.dtype, pixels=True)
-    features = None if given.media is None else family.features(model, given.media)
-    hidden = hidden_states(
-        model, family, given.ids, given.positions, batch.media, given.plan, places=given.places, features=features
-    )
+    given = inputs_of(batch, family, model.device, model.dtype, pixels=False)
+    hidden = hidden_states(model, family, given.ids, given.positions, batch.media, given.plan, places=given.places)
     paths, starts, found = attention.paths(batch.parents), batch.node_starts, {}
     for (_, repeat), leaf in zip(batch.keys, batch.forest.leaves.tolist(), strict=True):
         places = np.concatenate([np.arange(starts[node], starts[node + 1]) for node in paths[leaf]])
@@ -382,9 +385,11 @@ def _batch(rows: Sequence[ProofRow]) -> Any:
     return batch
 
 
-def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer]) -> Iterator[Compared]:
+def _masks(
+    model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer], features: Tensor
+) -> Iterator[Compared]:
     """What each layer sees against what our plan would show it."""
-    given = inputs_of(_batch([row]), family, model.device, model.dtype, pixels=True)
+    given = inputs_of(_batch([row]), family, model.device, model.dtype, pixels=False)
     own: Any = given.plan
     told: dict[int, Any] = {}
 
@@ -394,7 +399,7 @@ def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer
 
     spans = row.prompt.media
     plan = attention.ForwardPlan(note, lambda: own.recurrent_plan)
-    hidden_states(model, family, given.ids, given.positions, spans, plan, places=given.places)
+    hidden_states(model, family, given.ids, given.positions, spans, plan, places=given.places, features=features)
     place, blocks = torch.arange(len(row.ids)), attention.blocks_at(family.blocks, row.ids, family.chat.placeholders)
     for layer, (mask, unknown, keys) in layers.items():
         where = f"in layer {layer}"
@@ -416,16 +421,13 @@ def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer
         yield Compared("attention", 1, of="decoder", where="it computes its own")
 
 
-def _handed(model: Any, family: Family, rows: Sequence[ProofRow]) -> tuple[float, int | None]:
+def _handed(model: Any, family: Family, rows: Sequence[tuple[ProofRow, Tensor]]) -> tuple[float, int | None]:
     """How far apart what stands for pictures is at the decoder's door, before any layer blurs it, and how many
     positions differ there, if they are handed over; all may be further on by as much.
     """
     assert family.embed is not None
-    spans = [span for row in rows for span in row.prompt.media]
-    features = family.features(model, media_inputs(family, spans, model.device)).split([span.length for span in spans])
     gap, wrong = 0.0, None
-    for row in rows:
-        mine, features = torch.cat(features[: len(row.prompt.media)]), features[len(row.prompt.media) :]
+    for row, mine in rows:
         places = np.concatenate([np.arange(span.start, span.end) for span in row.prompt.media])
         ids, where = (torch.from_numpy(each).to(model.device) for each in (row.ids, places))
         met = door(model, **whole_inputs(model, row))
