@@ -1,6 +1,7 @@
 """Counted FLOPs against torch's own counter, which watches real forwards and backwards."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -54,9 +55,15 @@ class TokenByToken:
         return torch.stack(rows)
 
 
+@pytest.fixture(scope="module")
+def whole(load):
+    """Models whose weights stay as they are, for all tests."""
+    return cache(load)
+
+
 @pytest.fixture
-def shape_for(family_of, load):
-    return lambda name: shapes.shape_of(load(name), family_of(name).tower_of)
+def shape_for(family_of, whole):
+    return lambda name: shapes.shape_of(whole(name), family_of(name).tower_of)
 
 
 @pytest.fixture
@@ -101,8 +108,8 @@ def training_of(model, family):
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *HEARING])
-def test_every_matrix_is_counted_in_its_tower(name, shape_for, load):
-    model, shape = load(name), shape_for(name)
+def test_every_matrix_is_counted_in_its_tower(name, shape_for, whole):
+    model, shape = whole(name), shape_for(name)
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     unread = [m for m in model.modules() if hasattr(m, "unread")]
     assert len(unread) == (name == "llava")  # the last layer of its tower
@@ -118,8 +125,8 @@ def test_every_matrix_is_counted_in_its_tower(name, shape_for, load):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, shape_for, load):
-    text, layers = shape_for(name).text, load(name).get_decoder().layers
+def test_every_expert_is_stored_and_the_chosen_ones_are_counted(name, shape_for, whole):
+    text, layers = shape_for(name).text, whole(name).get_decoder().layers
     own, others = (sum(p.numel() for p in layers.parameters() if p.ndim == n) for n in (3, 2))
     assert text.layers * text.expert_weights == own and (text.experts, text.chosen) == (4, 2)
     assert text.weights == others + own // 2 == text.read_by(1)
@@ -162,24 +169,24 @@ def test_any_decoder_that_transformers_builds_has_a_shape():
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl_moe", "internvl", "qwen2_audio"])
-def test_the_forward_of_a_forest(name, shape_for, load, forest, counted):
+def test_the_forward_of_a_forest(name, shape_for, whole, forest, counted):
     batch = forest(name, groups=2 if name == "qwen2_vl" else 1)
     (work,) = flops.Meter(shape=shape_for(name)).forward([batch])
-    assert work.total() == pytest.approx(counted(load(name), name, batch, train=False), rel=0.01)
+    assert work.total() == pytest.approx(counted(whole(name), name, batch, train=False), rel=0.01)
     assert {s.media.kind for s in batch.media} == {
         {"vision": "image"}.get(k, k) for k in shapes.SENSES if work[f"{k}/layers"]
     }
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_forward_of_a_row_of_any_kind(name, family_of, load, image, counted, shape_for):
+def test_the_forward_of_a_row_of_any_kind(name, family_of, whole, image, counted, shape_for):
     family, rng = family_of(name), np.random.default_rng(0)
     prompt = family.render(ask(image(140, 70), "what?"))
     new = -len(prompt) % 64 or 64  # recurrent layers fill up chunks of 64
     row = rollout(0, prompt=len(prompt), new=new)
     ids = np.concatenate([prompt.ids, rng.choice(np.flatnonzero(~family.banned), new)])
     (batch,) = pack([group(replace(row, ids=ids, media=prompt.media))], micro_tokens=10_000)
-    model, shape = load(name), shape_for(name)
+    model, shape = whole(name), shape_for(name)
     (work,) = flops.Meter(shape=shape).forward([batch])
     assert work.total() == pytest.approx(counted(model, name, batch, train=False), rel=0.05)
     assert shape.kv_bytes(4) == pytest.approx(cache_shape(model, family).bytes_per_token)

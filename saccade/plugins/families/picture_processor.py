@@ -268,7 +268,8 @@ class PictureReader:
         added = {token for token, known in tokenizer.added_tokens_decoder.items() if known.content.strip()}
         known = {*tokenizer.all_special_ids, *added, *found}
         for kind, (frame, *_) in self.frames.items():
-            texts = ["".join(frame), *(self._heard(frame, *size) for size in SENSES[kind].sizes)]
+            rows = [self.blank_row(*size) for size in SENSES[kind].sizes]
+            texts = ["".join(frame), *(frame[0] + row.before + row.inside + row.after + frame[1] for row in rows)]
             bare, *shown = (set(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
             found |= (set().union(*shown) & known) - bare
         return found | {token for table in self.kinds.values() for token, _ in table} & known

@@ -443,7 +443,7 @@ def _handed(model: Any, family: Family, rows: Sequence[tuple[ProofRow, Tensor]])
 def _behind(model: Any, family: Family, filler: int) -> float:
     """How far a row behind as many others as a forward may have is from the row alone."""
     draw, free = np.random.default_rng(4), np.flatnonzero(~family.banned)
-    row, length = draw.choice(free, 48), min(512, family.max_positions)
+    row, length = draw.choice(free, 48), min(128, family.max_positions)
     others = [draw.choice(free, length) for _ in range(-(-filler // length))]
 
     def last(rows: Sequence[np.ndarray]) -> Tensor:
