@@ -63,7 +63,7 @@ def build(kind, folder):
 
 def asked(family, lengths=(5, 21), repeats=2, **sampling):
     draw = np.random.default_rng(0)
-    how = Sampling(**{"temperature": 1.0, "max_tokens": 14, "ignore_eos": True, **sampling})
+    how = Sampling(**{"temperature": 1.0, "max_tokens": 10, "ignore_eos": True, **sampling})
     free = np.flatnonzero(~family.banned)
     prompts = [draw.choice(free, length) for length in lengths]
     return [

@@ -23,7 +23,7 @@ from tests.endpoints import chat_answer, scripted, shown_to_judge
 from tests.engines.asked import counted
 
 LONG = {
-    "rollout__max_tokens": 24, "rollout__max_sequences": 8, "run__max_steps": 5, "train__prompts_per_step": 3,
+    "rollout__max_tokens": 14, "rollout__max_sequences": 8, "run__max_steps": 5, "train__prompts_per_step": 3,
     "run__name": "run",
 }  # fmt: skip
 
