@@ -61,9 +61,20 @@ def same_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def quick_configs() -> None:
-    """Makes configs of transformers cheap to print: its type checks build an error message that is never shown."""
-    if (module := sys.modules.get("transformers.configuration_utils")) is not None:
-        module.PreTrainedConfig.__repr__ = object.__repr__
+    """Makes configs of transformers cheap to print, as its type checks build a message that is never shown, and to
+    read, as its layers do at every token: fields that differ by layer are looked for only where there are some.
+    """
+    config = getattr(sys.modules.get("transformers.configuration_utils"), "PreTrainedConfig", None)
+    if config is None or config.__repr__ is object.__repr__:
+        return
+    own, plain, config.__repr__ = config.__getattribute__, object.__getattribute__, object.__repr__
+
+    def read(self: Any, name: str) -> Any:
+        if "_heterogeneity_spec" in plain(self, "__dict__"):
+            return own(self, name)
+        return plain(self, plain(self, "attribute_map").get(name, name))
+
+    config.__getattribute__ = read
 
 
 @pytest.fixture(autouse=True)

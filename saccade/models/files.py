@@ -86,10 +86,10 @@ def checksum(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _checksum(path: Path, size: int, written: int) -> dict[str, Any]:
+    if size <= HASHED:
+        return {"bytes": size, "sha256": _hash(path, 0).hex()}
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        blocks = list(threads.map(partial(_hash, path), range(0, max(size, 1), HASHED)))
-    if len(blocks) == 1:
-        return {"bytes": size, "sha256": blocks[0].hex()}
+        blocks = list(threads.map(partial(_hash, path), range(0, size, HASHED)))
     return {"bytes": size, "sha256_of_blocks": hashlib.sha256(b"".join(blocks)).hexdigest()}
 
 

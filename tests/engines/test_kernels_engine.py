@@ -363,8 +363,8 @@ def test_what_ends_behind_its_prompt_is_not_aborted(model, family, prompts, page
 
 def test_an_evicted_sequence_can_be_aborted(model, family, prompts, paged):
     engine = EmbeddedEngine(model, family)
-    paged.budget = 18 * engine.cache.bytes_per_page
-    for request in requests(prompts, replace(FREE, max_tokens=60)):
+    paged.budget = 14 * engine.cache.bytes_per_page
+    for request in requests(prompts, replace(FREE, max_tokens=32)):
         engine.submit(request)
     done = []
     while not engine.scheduler.evicted:
