@@ -61,20 +61,15 @@ def same_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def quick_configs() -> None:
-    """Makes configs of transformers cheap to print, as its type checks build a message that is never shown, and to
-    read, as its layers do at every token: fields that differ by layer are looked for only where there are some.
-    """
+    """Makes configs of transformers cheap to read, and to print, as type checks do for a message nobody is shown."""
     config = getattr(sys.modules.get("transformers.configuration_utils"), "PreTrainedConfig", None)
-    if config is None or config.__repr__ is object.__repr__:
-        return
-    own, plain, config.__repr__ = config.__getattribute__, object.__getattribute__, object.__repr__
-
-    def read(self: Any, name: str) -> Any:
-        if "_heterogeneity_spec" in plain(self, "__dict__"):
-            return own(self, name)
-        return plain(self, plain(self, "attribute_map").get(name, name))
-
-    config.__getattribute__ = read
+    if config is not None and config.__repr__ is not object.__repr__:
+        own, plain, config.__repr__ = config.__getattribute__, object.__getattribute__, object.__repr__
+        config.__getattribute__ = lambda self, name: (
+            own(self, name)  # fields that differ by layer
+            if "_heterogeneity_spec" in plain(self, "__dict__")
+            else plain(self, plain(self, "attribute_map").get(name, name))
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 
 import numpy as np
 import pytest
@@ -40,20 +39,6 @@ def made(tmp_path_factory):
     return loaded
 
 
-@pytest.fixture(scope="module")
-def greedy(made):
-    """What `generate` of transformers answers to requests, each once."""
-    known = {}
-
-    def answers(kind, requests):
-        family, _, stock = made(kind)
-        if (key := (kind, *(request.ids.tobytes() for request in requests))) not in known:
-            known[key] = stocks(stock, family, requests, 10)
-        return known[key]
-
-    return answers
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forest_is_rows_of_transformers(kind, made):
     """Log-probs of answers, and gradients of all weights, of a forest of two prompts with two answers each."""
@@ -88,19 +73,21 @@ def test_a_forest_is_rows_of_transformers(kind, made):
         assert (found[0][name] - wanted).abs().max() < limit * max(wanted.abs().max(), 1e-3), name
 
 
-@pytest.mark.parametrize(("kind", "kernels"), [*product(KINDS, [False]), *product(PAGED, [True])])
-def test_greedy_tokens_are_those_of_generate(kind, kernels, made, greedy, paged, monkeypatch):
-    monkeypatch.setattr(kv_cache, "use_kernels", lambda shape: kernels)
-    family, model, _ = made(kind)
-    requests, engine = asked(family, repeats=1, temperature=0.0), EmbeddedEngine(model, family)
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_those_of_generate(kind, made, paged, monkeypatch):
+    family, model, stock = made(kind)
+    requests, engines = asked(family, repeats=1, temperature=0.0), {}
+    for kernels in (True, False) if kind in PAGED else (False,):
+        monkeypatch.setattr(kv_cache, "use_kernels", lambda shape, kernels=kernels: kernels)
+        engines[kernels] = EmbeddedEngine(model, family)
     for _ in range(2):  # a second turn goes on from the cache of the first
-        answers = generate(engine, requests)
-        assert [answer.ids.tolist() for answer in answers] == greedy(kind, requests)
+        wanted = stocks(stock, family, requests, 10)
+        for kernels, engine in engines.items():
+            answers = generate(engine, requests)
+            assert [answer.ids.tolist() for answer in answers] == wanted and bool(engine.cache.kernels) == kernels
         added = np.random.default_rng(1).choice(np.flatnonzero(~family.banned), 11)
-        requests = [
-            replace(r, ids=np.concatenate([r.ids, a.ids, added]), first_index=10)
-            for r, a in zip(requests, answers, strict=True)
-        ]
+        turns = zip(requests, answers, strict=True)
+        requests = [replace(r, ids=np.concatenate([r.ids, a.ids, added]), first_index=10) for r, a in turns]
 
 
 def test_what_layers_keep_is_found(made):

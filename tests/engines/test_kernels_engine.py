@@ -270,8 +270,7 @@ def test_rests_of_answers_wait_for_pages(model, family, prompts, paged, plain):
     begun = [
         replace(
             r, ids=np.concatenate([r.ids, w.ids[:40]]), first_index=40, opening=len(r.ids),
-            sampling=replace(r.sampling, max_tokens=20),
-        )
+            sampling=replace(r.sampling, max_tokens=20))
         for r, w in zip(asked, wanted, strict=True)
     ]  # fmt: skip
     engine = EmbeddedEngine(model, family, max_sequences=6)

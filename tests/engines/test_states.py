@@ -69,8 +69,7 @@ def test_answers_that_were_interrupted_share_the_states_of_their_opening(made, p
     begun = [
         replace(
             q, ids=np.concatenate([q.ids, a.ids[:n]]), first_index=n, opening=len(q.ids),
-            sampling=replace(q.sampling, max_tokens=12 - n),
-        )
+            sampling=replace(q.sampling, max_tokens=12 - n))
         for n, q, a in zip((0, 3, 7) * 2, questions, whole, strict=True)
     ]  # fmt: skip
     engine, got = answers_of(model, family, begun, kernels, monkeypatch)

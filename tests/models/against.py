@@ -178,12 +178,8 @@ def greedy_prompts(family, model, stock, questions=()):
             inputs = proof.processed(family, parts)
         prompt = family.render(ask(*parts))
         requests.append(Request(key=str(number), ids=prompt.ids, media=prompt.media, sampling=sampling))
-        made = stock.generate(
-            **cast(inputs, CPU, torch.float32),
-            do_sample=False,
-            max_new_tokens=10,
-            suppress_tokens=np.flatnonzero(family.banned).tolist(),
-        )
+        how = {"do_sample": False, "max_new_tokens": 10, "suppress_tokens": np.flatnonzero(family.banned).tolist()}
+        made = stock.generate(**cast(inputs, CPU, torch.float32), **how)
         wanted.append(made[0, inputs["input_ids"].shape[1] :].tolist())
     found = {done.key: done.ids.tolist() for done in generate(EmbeddedEngine(model, family), requests)}
     return sum(found[str(number)] == ids for number, ids in enumerate(wanted)), len(wanted)

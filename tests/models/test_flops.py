@@ -236,9 +236,8 @@ def test_a_trunk_is_counted_once_and_pairs_by_ancestors():
     # Layers, products, heads, size, pairs.
     assert work["llm/attention"] == 2 * 4 * 4 * 8 * (6 + 2 * 9)
     assert work["head"] == 2 * 4 * 32 * 100
-    work = flops.Meter(shape=replace(shape, pair_flops={None: 128, 4: 128})).count(
-        np.array([0, 3]), np.array([3, 7]), 0
-    )
+    meter = flops.Meter(shape=replace(shape, pair_flops={None: 128, 4: 128}))
+    work = meter.count(np.array([0, 3]), np.array([3, 7]), 0)
     assert work["llm/attention"] == 4 * 4 * 8 * (55 + 1 + 2 + 3 + 7 * 4)  # a sliding window limits the keys
 
 

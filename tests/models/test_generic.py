@@ -256,9 +256,8 @@ def test_a_prompt_that_sees_itself_both_ways_is_refused(kind):
     family, model = kind("paligemma")
     found = differing(family, model)
     assert found.what == "masks" and found.gap > 100 and "layer" in found.where
-    with pytest.raises(
-        EnvironmentProblem, match=r"something else here.*masks: .* pairs of tokens, limit 0.*use another"
-    ):
+    why = r"something else here.*masks: .* pairs of tokens, limit 0.*use another"
+    with pytest.raises(EnvironmentProblem, match=why):
         proof.prove(model, family)
 
 

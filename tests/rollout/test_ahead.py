@@ -162,7 +162,6 @@ def test_what_is_preferred_is_asked_after_the_oldest(model, family, play):
 @pytest.fixture(scope="module")
 def trained(rl_config, tmp_path_factory):
     """Runs, each once; what each step was given: (versions of sampled tokens, sample ids, those asked for it)."""
-
     done = {}
 
     def run(out, ahead, **changes):

@@ -30,17 +30,11 @@ def steps_of(run):
 RECIPES = {
     # Step 2 ends with the last row of an epoch; step 3 begins the next one.
     "grpo with a KL over the end of an epoch": (
-        rl.run,
-        "rl",
-        {"data.val": "val", "val.every": 2, "train.prompts_per_step": 12, "train.samples_per_prompt": 2},
-    ),
+        rl.run, "rl", {"data.val": "val", "val.every": 2, "train.prompts_per_step": 12, "train.samples_per_prompt": 2}),
     "dapo with dynamic sampling": (
-        rl.run,
-        "rl",
-        {"algorithm.preset": "dapo", "algorithm.overlong.buffer": 0, "train.updates_per_step": 2},
-    ),
+        rl.run, "rl", {"algorithm.preset": "dapo", "algorithm.overlong.buffer": 0, "train.updates_per_step": 2}),
     "sft over the end of an epoch": (sft.run, "sft", {"train.prompts_per_step": 10}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RECIPES)

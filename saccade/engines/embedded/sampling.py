@@ -119,16 +119,11 @@ def keyed_gumbel(keys: Tensor, index: Tensor, vocabulary: int) -> Tensor:
     """[B, V] Gumbel noise, a pure function of (key, index, id). The hash wraps around in int32 on
     every device.
     """
-    low, high, later = _quick(torch.stack([keys, keys >> 32, index + 0x51ED27]).to(torch.int32))  # the low 32 bits
-    row = _mix(low ^ _mix(high ^ _mix(later)))
-    bits = _mix(row[:, None] + _columns(vocabulary, keys.device))
-    uniform = torch.as_tensor((bits >> 8) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
-    return uniform.log_().neg_().log_().neg_()
-
-
-def _quick(x: Tensor) -> Any:
-    """On a CPU, small products of numpy take a third of the time."""
-    return x.numpy() if x.device.type == "cpu" else x
+    words = torch.stack([keys, keys >> 32, index + 0x51ED27]).to(torch.int32)  # the low 32 bits of each
+    # On a CPU, small products of numpy take a third of the time.
+    low, high, later = words.numpy() if words.device.type == "cpu" else words
+    bits = _mix(_mix(low ^ _mix(high ^ _mix(later)))[:, None] + _columns(vocabulary, keys.device))
+    return torch.as_tensor((bits >> 8) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23).log_().neg_().log_().neg_()
 
 
 def _mix(x: Any) -> Any:
@@ -136,14 +131,11 @@ def _mix(x: Any) -> Any:
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * _int32(0x846CA68B)
+    x = x * -0x7B935975
     return x ^ ((x >> 16) & 0xFFFF)
 
 
 @lru_cache(4)
 def _columns(vocabulary: int, device: torch.device) -> Any:
-    return _quick(torch.arange(vocabulary, device=device, dtype=torch.int32) * _int32(0x9E3779B9))
-
-
-def _int32(x: int) -> int:
-    return x - (1 << 32) if x >= 1 << 31 else x
+    columns = np.arange(vocabulary, dtype=np.int32) * np.int32(-0x61C88647)
+    return columns if device.type == "cpu" else to_device(columns, device)

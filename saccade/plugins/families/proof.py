@@ -172,10 +172,9 @@ def _row_comparisons(model: Any, family: Family, rows: Sequence["ProofRow"], lim
         features = family.features(model, media_inputs(family, spans, model.device)).split(lengths)
         shown = [(row, told, each) for (row, told), each in zip(once, features, strict=True)]
         masks = [found for each in shown for found in _masks(model, family, *each)]
+        handed = _handed(model, family, [(row, each) for row, _, each in shown if row.prompt.media])
     for what in ("attention", "masks"):
         yield max((found for found in masks if found.what == what), key=lambda found: found.gap)
-    with torch.no_grad():
-        handed = _handed(model, family, [(row, each) for row, _, each in shown if row.prompt.media])
     yield Compared("pictures", handed[0], max(limit, 16 * torch.finfo(model.dtype).eps))
     yield Compared("positions", handed[1] or 0, of="tokens", where="" if handed[1] is not None else NOT_HANDED)
     with torch.no_grad():
@@ -385,9 +384,7 @@ def _batch(rows: Sequence[ProofRow]) -> Any:
     return batch
 
 
-def _masks(
-    model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer], features: Tensor
-) -> Iterator[Compared]:
+def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer], shown: Tensor) -> Iterator[Compared]:
     """What each layer sees against what our plan would show it."""
     given = inputs_of(_batch([row]), family, model.device, model.dtype, pixels=False)
     own: Any = given.plan
@@ -399,7 +396,7 @@ def _masks(
 
     spans = row.prompt.media
     plan = attention.ForwardPlan(note, lambda: own.recurrent_plan)
-    hidden_states(model, family, given.ids, given.positions, spans, plan, places=given.places, features=features)
+    hidden_states(model, family, given.ids, given.positions, spans, plan, places=given.places, features=shown)
     place, blocks = torch.arange(len(row.ids)), attention.blocks_at(family.blocks, row.ids, family.chat.placeholders)
     for layer, (mask, unknown, keys) in layers.items():
         where = f"in layer {layer}"
