@@ -11,7 +11,6 @@ Legend: B sequences, V vocabulary.
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ class Drawn:
 
 
 NOTHING_CUT = np.empty(0, dtype=np.int64)  # the support of a token drawn from the whole vocabulary
+BY_THREADS = 1 << 20  # numbers of noise that threads of torch compute sooner than one of numpy
 SORTED = 64  # rows per call for truncated sampling outside of a CUDA graph, which sorts in float32
 # (logits, lines to read or None for all, sampling, keys, index) → a draw from the whole vocabulary.
 QuickDraw = Callable[[Tensor, Tensor | None, Sampling, Tensor, Tensor], Drawn]
@@ -119,11 +119,14 @@ def keyed_gumbel(keys: Tensor, index: Tensor, vocabulary: int) -> Tensor:
     """[B, V] Gumbel noise, a pure function of (key, index, id). The hash wraps around in int32 on
     every device.
     """
-    words = torch.stack([keys, keys >> 32, index + 0x51ED27]).to(torch.int32)  # the low 32 bits of each
-    # On a CPU, small products of numpy take a third of the time.
-    low, high, later = words.numpy() if words.device.type == "cpu" else words
-    bits = _mix(_mix(low ^ _mix(high ^ _mix(later)))[:, None] + _columns(vocabulary, keys.device))
-    return torch.as_tensor((bits >> 8) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23).log_().neg_().log_().neg_()
+    words: list[Any] = [word.to(torch.int32) for word in (keys, keys >> 32, index + 0x51ED27)]  # the low 32 bits
+    words.append(torch.arange(vocabulary, device=keys.device, dtype=torch.int32) * -0x61C88647)
+    if keys.device.type == "cpu" and len(keys) * vocabulary < BY_THREADS:
+        words = [word.numpy() for word in words]  # small products take a third of the time
+    low, high, later, column = words
+    bits = _mix(_mix(low ^ _mix(high ^ _mix(later)))[:, None] + column[None, :])
+    uniform = torch.as_tensor((bits >> 8) & 0x7FFFFF).float().add_(0.5).mul_(2.0**-23)
+    return uniform.log_().neg_().log_().neg_()
 
 
 def _mix(x: Any) -> Any:
@@ -133,9 +136,3 @@ def _mix(x: Any) -> Any:
     x = x ^ ((x >> 15) & 0x1FFFF)
     x = x * -0x7B935975
     return x ^ ((x >> 16) & 0xFFFF)
-
-
-@lru_cache(4)
-def _columns(vocabulary: int, device: torch.device) -> Any:
-    columns = np.arange(vocabulary, dtype=np.int32) * np.int32(-0x61C88647)
-    return columns if device.type == "cpu" else to_device(columns, device)
