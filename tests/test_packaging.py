@@ -29,24 +29,25 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
-    shutil.copytree(ROOT / "saccade", folder / "saccade", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("saccade", "configs", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "saccade" / "commit.txt").write_text("c0ffee\n")
-    shutil.copytree(ROOT / "configs", folder / "configs")
-    shutil.copytree(ROOT / "scripts", folder / "scripts")
     build = "import setuptools.build_meta as b; b.build_wheel('dist')"
     subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, capture_output=True)
     return folder
 
 
 def test_the_script_of_the_images_makes_an_environment(built: Path, tmp_path: Path) -> None:
-    """Runs all commands of the script; the wheel's dependencies are those of this environment."""
+    """Runs all commands of the script; the wheel's dependencies and pip are those of this environment."""
     here = [path for path in sys.path if path.endswith("site-packages")]
-    given = {"PIP_NO_DEPS": "1", "PIP_IGNORE_INSTALLED": "1", "TORCH_INDEX": "", "PYTHONPATH": os.pathsep.join(here)}
-    given["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {f"PIP_{name}": "1" for name in ("NO_DEPS", "IGNORE_INSTALLED", "NO_COMPILE")} | {"TORCH_INDEX": ""}
+    given |= {"PYTHONPATH": os.pathsep.join(here), "PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
+    pip = """printf '#!/bin/sh\nexec "${0%%pip}python3" -m pip "$@"' > "$3/bin/pip"; chmod +x "$3/bin/pip\""""
+    (python := tmp_path / "python3").write_text(f'#!/bin/sh\n{sys.executable} "$@" --without-pip && {pip}\n')
+    python.chmod(0o755)
     command = ["bash", built / "scripts" / "image.sh", tmp_path / "made", "cpu"]
     done = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert ", commit c0ffee\n" in done.stdout and "grpo" in done.stdout
+    assert done.returncode == 0 and ", commit c0ffee\n" in done.stdout and "grpo" in done.stdout, done.stderr
     assert list(tmp_path.glob("made/lib/python*/site-packages/saccade/configs/kto.yaml"))
 
 
@@ -56,9 +57,8 @@ def test_a_wheel_has_every_file_the_recipes_and_the_commit(built: Path, tmp_path
     there = {str(path.relative_to(built)) for path in (built / "saccade").rglob("*") if path.is_file()}
     assert inside == there | {f"saccade/configs/{p.relative_to(ROOT / 'configs')}" for p in recipes()}
     wheel.extractall(tmp_path / "site")
-    command = [sys.executable, "-m", "saccade", "--version"]
     ask = partial(subprocess.check_output, cwd=tmp_path / "site", env={"PYTHONPATH": "."}, text=True)
-    assert ask(command).endswith(", commit c0ffee\n")
+    assert ask([sys.executable, "-m", "saccade", "--version"]).endswith(", commit c0ffee\n")
     names = ["kto", "kto.yaml", "configs/kto.yaml", "other/kto.yaml", "train.jsonl", "run.name=kto"]
     found = ask([sys.executable, "-c", f"from saccade.cli_run import split; print(*split({names})[0])"]).split()
     assert found == [str(tmp_path / "site/saccade/configs/kto.yaml")] * 3 + names[3:5]

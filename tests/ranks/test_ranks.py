@@ -312,7 +312,8 @@ COMMANDS = {
     "hostname": "echo 127.0.0.1",
     "srun": """trap 'kill $(jobs -p)' TERM
         for n in 0 1 2; do SACCADE_HOST=machine-$n SLURM_LOCALID=0 "$@" & done; wait""",
-    "ray": f"""exec {sys.executable} -c "from ray.scripts.scripts import main; main()" "$@" \\
+    "ray": f"""exec {sys.executable} -c "import ray.scripts.scripts as ray
+ray.get_ray_client_dependency_error = lambda: 'a server that no run needs'; ray.main()" "$@" \\
         --num-cpus=1 --no-monitor --include-log-monitor=false""",
     "ssh": 'shift; SACCADE_HOST=machine-1 exec "$@"',
 }
@@ -320,8 +321,9 @@ COMMANDS = {
 
 FEWER = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}  # processes of Ray
 # No processes that wait for tasks, and machines whose end is noticed within a second.
-QUICK_RAY = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
+QUICK_RAY = dict.fromkeys(("RAY_prestart_worker_first_driver", "RAY_enable_worker_prestart"), "0")
 QUICK_RAY |= {"RAY_health_check_period_ms": "300", "RAY_health_check_failure_threshold": "2"}
+QUICK_RAY |= {"RAY_worker_niceness": "0"}  # 15 would leave a task what other tests leave of the cores
 
 
 def run_script(name: str, folder: Path, options: dict[str, Any], **environment: str) -> None:
@@ -433,10 +435,8 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
     done = CliRunner().invoke(app, ["rl", str(file), *more], env={"COLUMNS": "300"})
     saved = re.search(r"step (\d) is saved in", done.output)  # when the machine was lost: later ones are repeated
     assert done.exit_code == 0 and saved and len(calls) == 4 + 2 * (3 - int(saved[1])), done.output
-    assert (
-        "engine-0 died and starts again" in done.output
-        and "now with run.resume=auto run.gpus=2 rollout.replicas=1" in done.output
-    )
+    for text in ("engine-0 died and starts again", "now with run.resume=auto run.gpus=2 rollout.replicas=1"):
+        assert text in done.output
     with pytest.raises(
         RankLost, match=r"run\.min_gpus: .* no room for run\.gpus=4 rollout\.replicas=1; its machines have .*'CPU': 3"
     ):
