@@ -105,7 +105,7 @@ def train(config: Config, folder: Path, per_step: int, found: dict[str, Any]) ->
 
 
 def score(config: Config, folder: Path, samples: Sequence[Sample], found: dict[str, Any]) -> None:
-    device = model_setup.device_of(config)
+    device = model_setup.device_of(config.run)
     model = LearnedReward.load(
         folder,
         device=device,

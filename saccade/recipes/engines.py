@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from saccade.checks.steps import val_by_set
-from saccade.config import Config, DataConfig
+from saccade.config import Config, DataConfig, RolloutConfig
 from saccade.engines import Engine, Settings
 from saccade.engines.builders import ENGINES, build
 from saccade.engines.embedded.kv_cache import cache_shape, why_no_kernels
@@ -37,20 +37,25 @@ def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, 
         elif not experts.capturable(policy.model):
             log.info("generation runs without CUDA graphs: on this GPU experts ask the host for sizes")
     settings = replace(settings_of(config, policy.family), first_tokens=first_tokens)
-    return start_engine(config, settings, policy.family, policy, logs=logs)
+    return start_engine(config.rollout, settings, policy.family, policy, logs=logs)
 
 
 def start_engine(
-    config: Config, settings: Settings, family: Family, policy: Trainer | None = None, *, logs: Path | None = None
+    rollout: RolloutConfig,
+    settings: Settings,
+    family: Family,
+    policy: Trainer | None = None,
+    *,
+    logs: Path | None = None,
 ) -> Engine:
-    if config.rollout.replicas:
-        return ENGINES["replicas"](settings, config.rollout.replicas, logs=logs, team=policy and policy.engine)
+    if rollout.replicas:
+        return ENGINES["replicas"](settings, rollout.replicas, logs=logs, team=policy and policy.engine)
     return build(settings, family, policy and policy.model)
 
 
 def settings_of(config: Config, family: Family) -> Settings:
     rollout, template = config.rollout, config.prompt.chat_template
-    device = model_setup.device_of(config)
+    device = model_setup.device_of(config.run)
     return Settings(
         engine=rollout.engine,
         folder=family.path,
@@ -83,11 +88,11 @@ def _limits(config: Config) -> list[Limits]:
     return [run_parts.limits_of(config, evaluation=evaluation) for evaluation in (False, True)]
 
 
-def require_capabilities(config: Config, engine: Engine) -> None:
+def require_capabilities(rollout: RolloutConfig, engine: Engine) -> None:
     """Refuse what the engine cannot do. Truncated sampling: it must return the kept ids, which training reads.
     `rollout.keep_keys`: its KV cache must be usable after an update, in memory that the trainer does not take.
     """
-    rollout, can = config.rollout, engine.capabilities()
+    can = engine.capabilities()
     if (rollout.top_p < 1 or rollout.top_k > 0) and not can.support:
         raise ConfigError(f"rollout.truncated_sampling: not with {rollout.engine}; use rollout.engine=embedded")
     if rollout.keep_keys and not (can.live_updates and can.separate_memory):

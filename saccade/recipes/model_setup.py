@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import ADAPTED, Config
+from saccade.config import ADAPTED, Config, RunConfig
 from saccade.errors import ConfigError
 from saccade.models import lora
 from saccade.models.families import FAMILIES, Family, load_family
@@ -44,18 +44,18 @@ def quiet_libraries() -> None:
 
 def start_folder(config: Config) -> str:
     """The model folder that the config names."""
-    return model_folder(config, config.model.path)
+    return model_folder(config.run, config.model.path)
 
 
-def model_folder(config: Config, path: str) -> str:
+def model_folder(run: RunConfig, path: str) -> str:
     """The folder of a model; a tiny model (`tiny:KIND`) is built first, in a folder next to the runs."""
     if not path.startswith("tiny:"):
         return path
     kind = path.removeprefix("tiny:")
-    folder = Path(config.run.out) / ".tiny" / f"{kind}-{config.run.seed}"
+    folder = Path(run.out) / ".tiny" / f"{kind}-{run.seed}"
     if not (folder / "model.safetensors").is_file():
         quiet_libraries()
-        HOOKS["tiny_model"](kind, folder, seed=config.run.seed)
+        HOOKS["tiny_model"](kind, folder, seed=run.seed)
     return str(folder)
 
 
@@ -75,11 +75,11 @@ def family_of(config: Config, folder: str) -> Family:
     return HOOKS["plug_series"](family, config.model.series)
 
 
-def device_of(config: Config) -> torch.device:
+def device_of(run: RunConfig) -> torch.device:
     """The device of this process; the memory that it may take there is limited first."""
-    device = pick_device(config.run.device)
-    if config.run.gpu_memory_gib and device.type == "cuda":
-        limit_memory(device, config.run.gpu_memory_gib)
+    device = pick_device(run.device)
+    if run.gpu_memory_gib and device.type == "cuda":
+        limit_memory(device, run.gpu_memory_gib)
     return device
 
 
@@ -94,7 +94,7 @@ def load_policy(
         raise ConfigError(f"train.lr_scale: no tower {strange[0]!r}; expected one of {', '.join(family.spec.towers)}")
     train = train or config.model.train
     adapted = train in ADAPTED
-    device = device_of(config)
+    device = device_of(config.run)
     dtype = pick_dtype(config.model.dtype, device)
     a_shard = divided and config.run.gpus > 1 and train != "qlora"
     model = load_model(

@@ -1,7 +1,7 @@
 """Training on existing rows: one set-up and one loop for sft, dpo and reward models.
 
 config, family = resolve(config, "sft")
-with Run(config, "sft", run_parts.manifest(family, data, config)) as run:
+with Run(config, "sft", run_parts.manifest(family, data, config.data)) as run:
     job = set_up(run, family, data, questions=sets)
     return train(job, Task(prepare=prepare, metrics=metrics, train=job.trainer.train_step))
 """

@@ -11,7 +11,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from saccade.config import Config, DataSource, PromptConfig
+from saccade.config import Config, DataConfig, DataSource, PromptConfig
 from saccade.data import datasets, prompts
 from saccade.data.chats import RowError
 from saccade.data.dataset import POSITIONS, PROMPT_LIMIT
@@ -103,7 +103,7 @@ def load_worded(
     room = family.max_positions - (limit == PROMPT_LIMIT)  # a prompt leaves room for one answer token
     limits = config.data.model_copy(update={"max_prompt_tokens": min(room, longest)})
     name = POSITIONS if room < longest else limit
-    with HOOKS["cached_lengths"](config, family, read[0], word, read[1]) as length:
+    with HOOKS["cached_lengths"](config.run, family, read[0], word, read[1]) as length:
         data = datasets.load(sources, limits, length=measure(length), change=change, limit=name, marks=marks_of(family))
     return map_samples(data, word)
 
@@ -134,7 +134,7 @@ def load_dialogues(config: Config, sources: Sequence[DataSource], family: Family
     return load_worded(config, sources, family, word, limit="sft.max_tokens", read=read)
 
 
-def load_documents(config: Config, sources: Sequence[DataSource]) -> datasets.Dataset:
+def load_documents(data: DataConfig, sources: Sequence[DataSource]) -> datasets.Dataset:
     """Load plain texts to train on, unchanged; their length is in characters."""
 
     def length(sample: Sample) -> int:
@@ -142,7 +142,6 @@ def load_documents(config: Config, sources: Sequence[DataSource]) -> datasets.Da
             raise RowError("a document with an image; conversations show images (sft.mode=chat)")
         return sum(len(message.text) for message in sample.messages)
 
-    data = config.data
     changes = {"keys": {"prompt": "text", **data.keys}, "max_prompt_tokens": sys.maxsize}
     changes["format"] = "messages" if data.format == "auto" else data.format
     return datasets.load(sources, data.model_copy(update=changes), length=length, limit="sft.max_tokens")

@@ -22,7 +22,7 @@ from saccade.algorithms.describe import describe, resolved_options
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.select import Updates
 from saccade.checks.steps import algorithm_of
-from saccade.config import Config, load
+from saccade.config import Config, RunConfig, load
 from saccade.errors import ConfigError
 from saccade.forest.packing import pack
 from saccade.models.families import Family
@@ -54,14 +54,14 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     config = load(config, command="rl")
     checks.check(config, "rl")
     algorithm = algorithm_of(config)
-    refuse_another_algorithm(config, algorithm)
+    refuse_another_algorithm(config.run, algorithm)
     require_writable(config.run.out, "run.out")
     model_setup.quiet_libraries()
     family = model_setup.family_of(config, model_setup.start_folder(config))
-    HOOKS["require_reward_models"](config)
+    HOOKS["require_reward_models"](config.reward)
     data = questions.load_prompts(config, config.data.train, family)
     doubts = preflight(config, family, data.samples) if preflight else []
-    about = run_parts.manifest(family, data, config)
+    about = run_parts.manifest(family, data, config.data)
     with Run(config, "rl", about, algorithm) as this, ThreadPoolExecutor(1, "count") as background:
         for text in (data.summary, describe(algorithm), *doubts):
             log.info(text)
@@ -89,7 +89,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 updates, weighed = add_advantages(updates, groups, steered, state, weights, version=engine.version)
                 updates, corrected = add_corrections(updates, steered)
             # Metrics are computed in a background thread during the update.
-            work = background.submit(HOOKS["rl_work"], policy, learners.critic, updates, config, algorithm, step)
+            work = background.submit(HOOKS["rl_work"], policy, learners.critic, updates, config.train, algorithm, step)
             counted = background.submit(rollout_metrics, rollouts, sampler, policy, step=step)
             measured = [background.submit(count) for count in (weighed, corrected)]
             this.finish_validation()
@@ -120,11 +120,11 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
         return last
 
 
-def refuse_another_algorithm(config: Config, algorithm: Algorithm) -> None:
+def refuse_another_algorithm(run: RunConfig, algorithm: Algorithm) -> None:
     """Refuse to resume from a checkpoint of another run that was trained with another algorithm."""
-    if config.run.resume in ("none", "auto", "best"):
+    if run.resume in ("none", "auto", "best"):
         return  # `RunFolder` compares the whole config
-    path, now = Path(config.run.resume), [*resolved_options(algorithm)]
+    path, now = Path(run.resume), [*resolved_options(algorithm)]
     before = checkpoint.read_progress(path).get("algorithm") if checkpoint.is_complete(path) else None
     if before and "=" in before[0] and before != now:  # older checkpoints hold a description instead
         changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])

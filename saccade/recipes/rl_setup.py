@@ -13,7 +13,7 @@ from typing import Any
 from saccade.algorithms.describe import resolved_options
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks.steps import total_steps
-from saccade.config import Config
+from saccade.config import Config, RolloutConfig, TrainConfig
 from saccade.data.datasets import Dataset, Stream
 from saccade.engines import Engine
 from saccade.errors import ConfigError
@@ -65,7 +65,7 @@ class Setup:
 
 def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, run: Run) -> Setup:
     run_parts.environments_of(config, family)  # raises here instead of in the first rollout
-    record, replay = _record_folders(config, run)
+    record, replay = _record_folders(config.rollout, run)
     scorer = run_parts.make_scorer(config, algorithm)
     run.close_at_end(scorer)
     run_parts.test_rewards(config, scorer, data.samples)
@@ -75,7 +75,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     stream = Stream(data, seed=config.run.seed, config=config.data)
     engine = make_engine(config, trainer, first_tokens=algorithm.hot_first_token.temperature > 0, logs=run.folder.path)
     run.close_at_end(engine)
-    require_capabilities(config, engine)
+    require_capabilities(config.rollout, engine)
     sets = questions.validation_sets(config, family) if config.val.every else {}
     run.compare_sets(sets)
     HOOKS["warn_of_rewards"](scorer, [data, *sets.values()])
@@ -85,7 +85,7 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
-    pool, steps = _pool_of(config, algorithm, engine), config.rollout.ahead
+    pool, steps = _pool_of(config.train, algorithm, engine), config.rollout.ahead
     ahead = RolloutsAhead(pool=pool, steps=steps, total=total, sample_of=data.sample, record=record, replay=replay)
     begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # rollout.ahead may have been larger
     going_on = ahead if ahead.steps or begun else None
@@ -157,16 +157,16 @@ def _learners(
     return learners, reference
 
 
-def _pool_of(config: Config, algorithm: Algorithm, engine: Engine) -> Pool:
+def _pool_of(train: TrainConfig, algorithm: Algorithm, engine: Engine) -> Pool:
     """The pool. Without separate memory, an engine gets at most the requests of one step at a time."""
     members = algorithm.samples_per_prompt + algorithm.estimator.greedy
     own = engine.capabilities().separate_memory
-    return Pool(engine, at_once=math.inf if own else config.train.prompts_per_step * members)
+    return Pool(engine, at_once=math.inf if own else train.prompts_per_step * members)
 
 
-def _record_folders(config: Config, run: Run) -> tuple[Path | None, Path | None]:
+def _record_folders(rollout: RolloutConfig, run: Run) -> tuple[Path | None, Path | None]:
     """The folders of `rollout.record`: one to store completions in, and one of another run to replay."""
-    record = config.rollout.record
+    record = rollout.record
     if record is None or record == "write":
         return (run.folder.trajectories / RECORD if record else None), None
     replay = Path(record) / TRAJECTORIES / RECORD

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import Config, ValConfig
+from saccade.config import Config, DataConfig, PromptConfig, ValConfig
 from saccade.data import datasets, prompts
 from saccade.environments import Environment, stop_strings
 from saccade.environments.texts import texts_hash
@@ -108,10 +108,10 @@ def limits_of(config: Config, *, evaluation: bool) -> Limits:
     return Limits(timeout=env.timeout, step_timeout=env.step_timeout, marks=turns - {counted["max_turns"]}, **counted)
 
 
-def answer_places(config: Config) -> tuple[str, ...]:
+def answer_places(prompt: PromptConfig) -> tuple[str, ...]:
     """Places where answers are looked for, over the formats of all data sources."""
-    asked = config.prompt.format
-    formats = [asked] if isinstance(asked, str) else [*asked.values(), str(config.prompt.of("").format)]
+    asked = prompt.format
+    formats = [asked] if isinstance(asked, str) else [*asked.values(), str(prompt.of("").format)]
     places = dict.fromkeys(place for one in formats for place in FORMATS.get(one, FORMATS["none"]).order)
     return tuple(sorted(places, key="whole".__eq__))  # `whole` last, as it matches any text
 
@@ -122,7 +122,7 @@ def environments_of(config: Config, family: Family) -> Callable[[], Environment]
         raise ConfigError(f"env.coordinates=absolute: {family.name} sees tiles of an image; use env.coordinates=milli")
     return env_setup.environments(
         config.env,
-        order=answer_places(config),
+        order=answer_places(config.prompt),
         think_prefilled=family.chat.think_prefilled,
         role="tool" if family.chat.knows_tools else "user",
         unit=family.unit,
@@ -142,7 +142,7 @@ def episode_setup(
     )
 
 
-def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> dict[str, Any]:
+def manifest(family: Family, data: datasets.Dataset | None, options: DataConfig) -> dict[str, Any]:
     """What identifies data, texts and weights of a run; a resumed run must match `run.folder.PINNED` of it."""
     return {
         "data": data.hash if data is not None else None,
@@ -153,7 +153,7 @@ def manifest(family: Family, data: datasets.Dataset | None, config: Config) -> d
         "template": hashlib.sha256(family.chat.template.encode()).hexdigest(),
         "prompt_texts": prompts.texts_hash(),
         "environment_texts": texts_hash(),
-        "pixels": [config.data.min_pixels, config.data.max_pixels],
+        "pixels": [options.min_pixels, options.max_pixels],
         "family": family.name,
         # On resume, adapters and references are built on this folder again, not on a checkpoint.
         "weights": files.fingerprint(Path(family.path)),

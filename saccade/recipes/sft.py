@@ -35,7 +35,7 @@ def run(config: Any) -> dict[str, Any]:
     config, family = offline_loop.resolve(config, "sft")
     sft = config.sft
     if sft.mode == "pretrain":
-        data = questions.load_documents(config, config.data.train)
+        data = questions.load_documents(config.data, config.data.train)
         read = partial(document, family=family, max_tokens=sft.max_tokens)
     else:
         data = questions.load_dialogues(config, config.data.train, family)
@@ -47,7 +47,7 @@ def run(config: Any) -> dict[str, Any]:
         batches = pack(rows, micro_tokens=config.train.micro_tokens, dp_size=job.trainer.dp_size)
         return select.write_supervision(batches), loss
 
-    with Run(config, "sft", run_parts.manifest(family, data, config)) as this:
+    with Run(config, "sft", run_parts.manifest(family, data, config.data)) as this:
         if sft.reward_tag is not None and sets:
             sets = HOOKS["asking_for_the_best"](sft.reward_tag, data, sets)
         job = offline_loop.set_up(this, family, data, questions=sets)

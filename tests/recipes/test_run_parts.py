@@ -128,7 +128,7 @@ def counted(family_of, image, tmp_path):
 
     def lengths(samples, kind="prompt"):
         calls.clear()
-        with cached_lengths(config, family, kind, lambda sample: sample, render) as length:
+        with cached_lengths(config.run, family, kind, lambda sample: sample, render) as length:
             return [length(sample) for sample in samples], len(calls)
 
     return lengths, image

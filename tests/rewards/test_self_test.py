@@ -54,7 +54,7 @@ def test_each_source_is_asked_and_scored_in_its_own_format():
     assert unused_prompts(config.prompt, samples[:2]) == [
         f"prompt.{name}: no row has the data_source quiz; there is geo" for name in ("format", "system")
     ]
-    assert answer_places(load(None, ["prompt.format={a: direct, b: boxed}"])) == ("boxed", "answer_tag", "whole")
+    assert answer_places(load(None, ["prompt.format={a: direct, b: boxed}"]).prompt) == ("boxed", "answer_tag", "whole")
     with pytest.raises(ConfigError, match=r"prompt.format=boxxed: .* 'boxed'"):
         Scorer(config.reward, prompt_format={"geo": "boxxed"}, max_tokens=64)
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from saccade import checks
-from saccade.config import Config, DataSource
+from saccade.config import Config, DataConfig, DataSource
 from saccade.config import load as load_config
 from saccade.data.datasets import BadRow, Dataset, leave_out, load
 from saccade.data.records import json_data
@@ -196,7 +196,7 @@ def _read(command: str, split: str, sources: Sequence[DataSource], config: Confi
 
     if command == "sft" and split == "train":
         if config.sft.mode == "pretrain":
-            return questions.load_documents(config, sources)
+            return questions.load_documents(config.data, sources)
         used = questions.load_dialogues(config, sources, family)
     elif command == "reward-model":
         used = HOOKS["reward_model_rows"](config, family).load(sources)
@@ -284,7 +284,7 @@ def show(config: Config, *, fix: Path | None = None, out: Path | None = None, **
     written = [*fixed, *filter(None, [out])]
     wrote = f"; wrote {', '.join(map(str, written))}" if written else ""
     print(f"{report.good} of {report.rows} rows can be used{wrote}")
-    refuse_data(report, config, fix)
+    refuse_data(report, config.data, fix)
 
 
 def print_report(report: Report) -> None:
@@ -326,10 +326,10 @@ def print_report(report: Report) -> None:
         print(f"  {count} left out, first {firsts[reason]}")  # these rows are good, so one example suffices
 
 
-def refuse_data(report: Report, config: Config, fixed: Path | None) -> None:
+def refuse_data(report: Report, data: DataConfig, fixed: Path | None) -> None:
     """Raise an error if training would stop because of the data."""
     if not report.acceptable:
-        limit = f"data.max_bad_fraction is {config.data.max_bad_fraction:g}"
+        limit = f"data.max_bad_fraction is {data.max_bad_fraction:g}"
         helps = f"the good ones are in {fixed}" if fixed else "fix them, or use --fix FILE"
         raise DataError(f"{len(report.bad)} of {report.rows} rows are bad, and {limit}; {helps}")
     if empty := [split for split, samples in report.samples.items() if not samples]:

@@ -3,7 +3,7 @@
 A length depends on the messages, on the sizes and pixel budgets of their images, and on family, tokenizer
 and template; all of these are in the key, so entries never become stale.
 
-    with cached_lengths(config, family, "prompt", ask, family.render) as length:
+    with cached_lengths(config.run, family, "prompt", ask, family.render) as length:
         datasets.load(sources, config.data, length=length)
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from pathlib import Path
 
-from saccade.config import Config
+from saccade.config import RunConfig
 from saccade.models.families import Family
 from saccade.registry import HOOKS
 from saccade.run.folder import write_whole
@@ -25,10 +25,10 @@ Ask = Callable[[Sample], Sample]
 
 @contextmanager
 def cached_lengths(
-    config: Config, family: Family, kind: str, ask: Ask, render: Callable[[Sequence[Message]], Sized]
+    run: RunConfig, family: Family, kind: str, ask: Ask, render: Callable[[Sequence[Message]], Sized]
 ) -> Iterator[Length]:
     """Yields a cached length function. `ask` words a row; `render`, named by `kind`, turns messages into tokens."""
-    path = Path(config.run.out) / ".cache" / f"{kind}-lengths-{renderer(family)}.json"
+    path = Path(run.out) / ".cache" / f"{kind}-lengths-{renderer(family)}.json"
     lengths: dict[str, int] = json.loads(path.read_text()) if path.is_file() else {}
     before = len(lengths)
     untried = family.series is not None  # render the first row with media even if cached: checks its encoder

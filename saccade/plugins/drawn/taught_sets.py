@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade import __version__
-from saccade.config import Config, DataSource, load
+from saccade.config import Config, DataConfig, DataSource, load
 from saccade.data import datasets
 from saccade.data.chats import escape
 from saccade.data.prompts import FINAL_PROMPT
@@ -53,7 +53,7 @@ def distil(config: Config, source: Path, out: Path, describe: str = "") -> dict[
     returns counts. With `describe` the teacher reads that column instead of the pictures; the rows have the pictures
     again, and mentions of a description become mentions of the picture.
     """
-    samples = _read(config, source, out)
+    samples = _read(config.data, source, out)
     asked = [_described(sample, describe) for sample in samples] if describe else samples
     result = _ask(config, asked, out, select="correct")
     by_id = {sample.id: sample for sample in samples}
@@ -78,7 +78,7 @@ def rewrite(config: Config, source: Path, out: Path) -> dict[str, int]:
     that were left out, by reason.
     """
     config = load(config, ["generate.n=1"], "generate")  # only the first answer is used
-    samples = {sample.id: sample for sample in _read(config, source, out)}
+    samples = {sample.id: sample for sample in _read(config.data, source, out)}
     counts, fit = Counter[str](), list[Sample]()
     for sample in samples.values():
         small = any(min(medium.width, medium.height) < MIN_SIDE for medium in sample.media)
@@ -121,11 +121,11 @@ def rewritten(text: str) -> tuple[str, str, str]:
 # -- asking -----------------------------------------------------------------------------------------
 
 
-def _read(config: Config, source: Path, out: Path) -> Sequence[Sample]:
+def _read(data: DataConfig, source: Path, out: Path) -> Sequence[Sample]:
     if (out / "train.jsonl").exists():
         raise ConfigError(f"{out / 'train.jsonl'} exists; give a new folder, nothing is overwritten")
     require_writable(out, "OUT")
-    return datasets.load([DataSource(path=str(source))], config.data).samples
+    return datasets.load([DataSource(path=str(source))], data).samples
 
 
 def _ask(config: Config, samples: Iterable[Sample], out: Path, *, select: str) -> Mapping[str, Any]:

@@ -4,7 +4,7 @@ divided by the device's peak and by the fraction of the peak that is reached.
 `flops/PHASE` is in 1e12 operations that the phase needs, `bytes/rollout` in 1e9 bytes that decoding
 has to read; MFU and bandwidth share are these per second, divided by the device's peak.
 
-    values |= rl_work(policy, critic, updates, config, algorithm, step)()
+    values |= rl_work(policy, critic, updates, config.train, algorithm, step)()
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import ADAPTED, Config
+from saccade.config import ADAPTED, Config, TrainConfig
 from saccade.forest.batch import Batch
 from saccade.plugins.estimate import flops, memory_items
 from saccade.plugins.estimate.batch_plan import ModelSize, Plan
@@ -117,7 +117,7 @@ def rl_work(
     trained: Trainer,
     judging: Trainer | None,
     updates: Sequence[Sequence[Batch]],
-    config: Config,
+    train: TrainConfig,
     algorithm: Algorithm,
     step: int,
 ) -> Callable[[], dict[str, float]]:
@@ -128,7 +128,7 @@ def rl_work(
     critic = meter(judging, 1.0) if judging is not None else None
     scaled = [part for part in updates if any(batch.scales is not None and batch.scales.any() for batch in part)]
     scored, learnt = [*chain(*updates)], [*chain(*scaled)]
-    epochs, warming = config.train.epochs_per_batch, algorithm.is_warming(step)
+    epochs, warming = train.epochs_per_batch, algorithm.is_warming(step)
     work, again = passes(meter(trained, 1.0), critic, scored, learnt, algorithm, epochs=epochs, warming=warming)
 
     def told() -> dict[str, float]:

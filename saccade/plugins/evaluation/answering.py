@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from saccade.config import Config
+from saccade.config import Config, ModelConfig
 from saccade.engines import Engine, Settings
 from saccade.engines.builders import build
 from saccade.models.families import Family
@@ -38,12 +38,12 @@ def answering_engine(
         cache = rollout.http.cache or (str(answers) if answers else None)
         http = rollout.http.model_copy(update={"cache": cache})
         return build(Settings(engine="http", folder="", dtype="", args=rollout.engine_args, http=http), family)
-    return start_engine(config, replace(settings_of(config, family), check_nan=True), family, logs=logs)
+    return start_engine(config.rollout, replace(settings_of(config, family), check_nan=True), family, logs=logs)
 
 
-def model_name(config: Config, engine: Engine) -> str:
+def model_name(model: ModelConfig, engine: Engine) -> str:
     """The model's name at its endpoint, or its path in the config."""
-    return getattr(engine, "model_name", config.model.path)
+    return getattr(engine, "model_name", model.path)
 
 
 def room(config: Config, family: Family) -> int:

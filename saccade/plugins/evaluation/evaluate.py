@@ -108,9 +108,9 @@ def _evaluate(
         for dataset in sets.values():
             run_parts.test_rewards(config, evaluator.scorer, dataset.samples)
         warn_of_rewards(evaluator.scorer, sets.values(), shared=False)
-        facts = {**asked, **run_parts.manifest(family, training, config)}
+        facts = {**asked, **run_parts.manifest(family, training, config.data)}
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
-        facts["answers"] = stored.what_answers(config, model_name(config, evaluator.engine))
+        facts["answers"] = stored.what_answers(config, model_name(config.model, evaluator.engine))
         summary |= (done := begin_folder(folder, given, facts))
         for name in missing(sets, done, folder):
             dataset = sets[name]

@@ -132,7 +132,7 @@ def teacher_of(config: Config, family: Family) -> LocalTrainer:
     """Load the teacher, which reads the same tokens and is never trained; refuses one with other tokens."""
     path = config.sft.teacher
     assert path is not None
-    folder = model_setup.model_folder(config, path)
+    folder = model_setup.model_folder(config.run, path)
     theirs = load_family(folder, trust_remote_code=config.model.trust_remote_code)
     if family.series is not None and (Path(folder) / SERIES_FILE).is_file():
         theirs = HOOKS["plug_series"](theirs, family.series)
@@ -142,7 +142,7 @@ def teacher_of(config: Config, family: Family) -> LocalTrainer:
         helps = "give a model of the same family and tokenizer, with an encoder of time series if that has one"
         raise ConfigError(f"sft.teacher={path}: a {theirs.name} with other tokens than the {family.name}; {helps}")
     require_heads(config, theirs)
-    device, gpus = model_setup.device_of(config), config.run.gpus
+    device, gpus = model_setup.device_of(config.run), config.run.gpus
     by_rows = HOOKS["by_rows"](config.train, device) if gpus > 1 else None
     less = ", or train.offload=true" * (not config.train.offload)
     divided = ", or train.layout=sharded" * (gpus > 1 and by_rows is None)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from saccade.config import Config
+from saccade.config import Config, DpoConfig
 from saccade.data.datasets import Dataset
 from saccade.data.records import content_hash
 from saccade.errors import ConfigError, DataError
@@ -48,10 +48,10 @@ def run(config: Any) -> dict[str, Any]:
     config, family = offline_loop.resolve(config, "dpo")
     options = from_config(config.dpo)
     data = questions.require_rows(load_pairs(config, config.data.train, family, paired=options.whole), "data.train")
-    _require_both_labels(config, data.samples)
+    _require_both_labels(config.dpo, data.samples)
     held, asked = _validation_sets(config, family, options)
     every = [sample for dataset in (data, *held.values()) for sample in dataset.samples]
-    with Run(config, "dpo", run_parts.manifest(family, data, config)) as this:
+    with Run(config, "dpo", run_parts.manifest(family, data, config.data)) as this:
         mismatched = {} if options.whole else mismatched_pairs(every)
         ref_logprobs: RefLogprobs | None = None
         kind, rows = config.dpo.reference if options.needs_reference else None, [*every, *mismatched.values()]
@@ -104,13 +104,13 @@ def with_prefix(found: Mapping[str, float], prefix: str) -> dict[str, float]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def _require_both_labels(config: Config, samples: Sequence[Sample]) -> None:
+def _require_both_labels(dpo: DpoConfig, samples: Sequence[Sample]) -> None:
     """For KTO: refuse rows of one label only. Pairs have no label and pass."""
     found = {sample.desirable for sample in samples}
     if len(found) == 1 and None not in found:
         label = int(found == {True})
         one = f"all {len(samples)} rows have the label {label}; add rows with the label {1 - label}"
-        raise DataError(f"data.train: dpo.loss={config.dpo.loss} learns from good and bad responses, and {one}")
+        raise DataError(f"data.train: dpo.loss={dpo.loss} learns from good and bad responses, and {one}")
 
 
 def _validation_sets(config: Config, family: Family, options: PreferenceLoss) -> tuple[Sets, Sets]:
@@ -176,7 +176,7 @@ def cached_reference(
 
 def _reference_id(config: Config, family: Family) -> str:
     """Cache key: what the log-probs depend on besides the row, so weights, dtype, quantisation and rendering."""
-    dtype = pick_dtype(config.model.dtype, model_setup.device_of(config))
+    dtype = pick_dtype(config.model.dtype, model_setup.device_of(config.run))
     what = [stamp(Path(family.path)), str(dtype), config.model.train == "qlora", renderer(family)]
     return hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()
 

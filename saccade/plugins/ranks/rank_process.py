@@ -330,7 +330,7 @@ def _looked(settings: RankSettings) -> tuple[Config, torch.device]:
     """Check a sum over all ranks and the files that they must see; returns config and device."""
     config = load(settings.options, command=settings.command)
     model_setup.quiet_libraries()
-    preflight.require_sum(device := model_setup.device_of(config))
+    preflight.require_sum(device := model_setup.device_of(config.run))
     preflight.require_seen(settings.seen, settings.rank)
     return config, device
 

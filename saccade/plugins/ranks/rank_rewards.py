@@ -71,7 +71,7 @@ def open_reward(config: Config, path: str) -> LearnedReward:
     """Open a reward model: in this process, or with several GPUs on the ranks, once they have started."""
     if config.run.gpus == 1:
         return load_learned(config, path)
-    folder, remote = model_setup.model_folder(config, path), config.model.trust_remote_code
+    folder, remote = model_setup.model_folder(config.run, path), config.model.trust_remote_code
     return RankReward(path, *describe_folder(folder, remote, untrained=path.startswith("tiny:")))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saccade.config import Config, SeriesConfig
+from saccade.config import Config, RewardConfig, SeriesConfig
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
@@ -177,9 +177,9 @@ def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: b
 def load_learned(config: Config, path: str, *, by_rows: Any = None, **options: Any) -> LearnedReward:
     """Load into this process, next to the policy. A model that is sharded over processes is never offloaded."""
     model_setup.quiet_libraries()
-    device = model_setup.device_of(config)
+    device = model_setup.device_of(config.run)
     return LearnedReward.load(
-        model_setup.model_folder(config, path),
+        model_setup.model_folder(config.run, path),
         device=device,
         dtype=pick_dtype(config.model.dtype, device),
         micro_tokens=config.train.micro_tokens,
@@ -191,8 +191,8 @@ def load_learned(config: Config, path: str, *, by_rows: Any = None, **options: A
     )
 
 
-def require_folders(config: Config) -> None:
+def require_folders(reward: RewardConfig) -> None:
     """Raise ConfigError for a `path` that holds no reward model, before the run's folder is created."""
-    for args in model_terms(config.reward):
+    for args in model_terms(reward):
         if not args["path"].startswith("tiny:") and (wrong := why_unusable(Path(args["path"]))):
             raise ConfigError(f"reward.terms: {wrong}")

@@ -47,7 +47,7 @@ def run(config: Any) -> dict[str, Any]:
     data = questions.require_rows(rows.load(config.data.train), "data.train")
     rows.check(data.samples)
     held = held_out(config, rows) if config.val.every else {}
-    with Run(config, "reward-model", run_parts.manifest(family, data, config)) as this:
+    with Run(config, "reward-model", run_parts.manifest(family, data, config.data)) as this:
         card = rows.card(this.start, data.samples)
         job = offline_loop.set_up(
             this, family, data, rows=held, attach=partial(rows.attach, card=card, stored=this.start)
@@ -108,7 +108,7 @@ def evaluate(config: Config, folder: Path, asked: Mapping[str, Any], summary: di
         family = model_setup.family_of(config, config.model.path)
         rows = rows_of(config, family)
         sets = held_out(config, rows)
-        facts = {**asked, **run_parts.manifest(family, None, config)}
+        facts = {**asked, **run_parts.manifest(family, None, config.data)}
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
         facts["answers"] = {"model": given.model.path, "prompt": str(given.prompt.format)}
         summary |= (done := begin_folder(folder, given, facts))

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from saccade.config import Config
+from saccade.config import Config, PromptConfig
 from saccade.data.chats import RowError
 from saccade.data.formats import FORMATS, read_row
 from saccade.data.prompts import text_or_file
@@ -73,8 +73,8 @@ def _opened(config: Config, *, greedy: bool) -> Iterator[ChatState]:
         yield ChatState(config=config, family=family, engine=engine, sampling=sampling, greedy=greedy)
 
 
-def _preamble(config: Config) -> tuple[Message, ...]:
-    system = config.prompt.of("").system
+def _preamble(prompt: PromptConfig) -> tuple[Message, ...]:
+    system = prompt.of("").system
     return (Message(role="system", parts=(text_or_file(str(system)),)),) if system else ()
 
 
@@ -87,7 +87,7 @@ def talk(config: Config, *, greedy: bool = False) -> None:
         import readline  # noqa: F401  arrow keys in input()
     with _opened(config, greedy=greedy) as state:
         _clear(state, "")
-        _say(f"{model_name(config, state.engine)}: {', '.join(COMMANDS)}, exit\n")
+        _say(f"{model_name(config.model, state.engine)}: {', '.join(COMMANDS)}, exit\n")
         for line in _lines():
             command, _, rest = line.partition(" ")
             try:
@@ -164,7 +164,7 @@ def _attach(kind: str, example: str, state: ChatState, path: str) -> str:
 
 
 def _clear(state: ChatState, _: str) -> str:
-    state.messages, state.pending_media = list(_preamble(state.config)), []
+    state.messages, state.pending_media = list(_preamble(state.config.prompt)), []
     return "a new conversation"
 
 
@@ -264,7 +264,7 @@ def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[
         raise ConfigError(f"{where}: {error}") from None
     if messages[-1].role == "assistant":
         raise ConfigError(f"{where}: ends with the assistant; end with what it should answer")
-    return messages if messages[0].role == "system" else (*_preamble(config), *messages)
+    return messages if messages[0].role == "system" else (*_preamble(config.prompt), *messages)
 
 
 def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -299,7 +299,7 @@ def serve(config: Config, *, host: str, port: int, token: bool, greedy: bool) ->
 
     secret = make_token(host, wanted=token)
     with _opened(config, greedy=greedy) as state:
-        name, sampling = model_name(config, state.engine), state.current_sampling()
+        name, sampling = model_name(config.model, state.engine), state.current_sampling()
         logprobs = state.engine.capabilities().logprobs
         served = Served(family=state.family, model=name, sampling=sampling, data=config.data, logprobs=logprobs)
         hub = Hub(state.engine)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from saccade.checks import why_ignored
-from saccade.config import Config, load
+from saccade.config import Config, DataConfig, load
 from saccade.data.sources import parse_address
 from saccade.models.families import FAMILIES, generic_spec
 from saccade.models.files import model_json, names_experts
@@ -157,7 +157,7 @@ def with_examples(config: Config, file: Path, given: Collection[str] = ()) -> tu
     """Replace data that are not on this disk by example rows; returns the config and a line for each
     replacement. `given` options were set on the command line and stay.
     """
-    rows, public = _rows(file, config), file.parent / EXAMPLES / "public"
+    rows, public = _rows(file, config.data), file.parent / EXAMPLES / "public"
     changes, replaced = dict[str, Any](), list[str]()
     for name in ("train", "val", "demonstrations") if rows != file else ():
         sources = getattr(config.data, name)
@@ -176,11 +176,11 @@ def with_examples(config: Config, file: Path, given: Collection[str] = ()) -> tu
     return load(config, _options(changes)), replaced
 
 
-def _rows(file: Path, config: Config) -> Path:
+def _rows(file: Path, data: DataConfig) -> Path:
     """Example rows of config A_B_C: A_B_C.jsonl, A_B.jsonl, A.jsonl or FOLDER.jsonl of its data; `file` if none."""
     parts = file.stem.split("_")
     names = ["_".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    names += [Path(parse_address(source.path).path).parent.name for source in config.data.train]
+    names += [Path(parse_address(source.path).path).parent.name for source in data.train]
     found = (file.parent / EXAMPLES / f"{name}.jsonl" for name in names)
     return next((rows for rows in found if rows.is_file()), file)
 

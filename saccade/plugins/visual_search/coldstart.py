@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from saccade import __version__
-from saccade.config import Config, DataSource, load
+from saccade.config import Config, DataSource, EnvConfig, load
 from saccade.data import datasets
 from saccade.environments import KINDS, Environment, Step, stop_strings
 from saccade.errors import ConfigError, DataError
@@ -51,7 +51,7 @@ def run(
     if path.exists():
         raise ConfigError(f"{path} exists; give a new folder, nothing is overwritten")
     require_writable(out, "OUT")
-    make = env_setup.environments(config.env, order=answer_places(config))
+    make = env_setup.environments(config.env, order=answer_places(config.prompt))
     rows = datasets.load([DataSource(path=str(source))], config.data).samples
     _warn(config, rows)
     counts = Counter[str]()
@@ -59,7 +59,7 @@ def run(
     with finished_file(path) as file:
         for index, sample in enumerate(rows):
             rng = np.random.default_rng((config.run.seed, index))
-            question, texts, planned = _turns(sample, rng, turns, mistakes, config)
+            question, texts, planned = _turns(sample, rng, turns, mistakes, config.env)
             seconds = config.env.step_timeout
             try:
                 played, reason = replay(question, texts, make(), most=turns, planned=planned, seconds=seconds)
@@ -128,7 +128,7 @@ def _await_result(outcome: Any, seconds: float) -> Any:
 
 
 def _turns(
-    sample: Sample, rng: np.random.Generator, turns: int, mistakes: float, config: Config
+    sample: Sample, rng: np.random.Generator, turns: int, mistakes: float, env: EnvConfig
 ) -> tuple[Sample, list[str], int | None]:
     """Returns (question, assistant turns, number of calls that are wrong on purpose or None if unknown)."""
     written = [m.text for m in sample.messages if m.role == "assistant"]
@@ -137,7 +137,6 @@ def _turns(
         return replace(sample, messages=sample.messages[:first]), written, None
     if not {"level", "grid", "box", "framed"} <= set(sample.extra):
         raise DataError(f"row {sample.id} has no assistant turn and is no scene of `saccade data visual-search`")
-    env = config.env
     if env.name in KINDS and "zoom" not in KINDS[env.name].tools:
         raise ConfigError(f"env.name={env.name}: the scripted searcher zooms; try env.name=crop")
     if env.coordinates not in NUMBERS:

@@ -214,7 +214,7 @@ def test_what_cannot_be_served_is_refused(engine, requests):
     options = {"engine": "sglang", "ahead": 1, "replicas": 1, "keep_keys": True}
     chosen = config.load({f"rollout.{name}": value for name, value in options.items()})
     with pytest.raises(ConfigError, match=r"keep_keys: sglang computes them again; use rollout\.keep_keys=false"):
-        require_capabilities(chosen, engine)
+        require_capabilities(chosen.rollout, engine)
 
 
 def test_absent_or_too_old(family, monkeypatch):
