@@ -125,7 +125,7 @@ def widen(folder: Path, sizes: dict[str, Any]) -> None:
 
 def recipes(only: str) -> Iterator[tuple[Path, str]]:
     with tempfile.TemporaryDirectory() as scratch:
-        for file in sorted(CONFIGS.glob(f"*{only}*.yaml")):
+        for file in sorted(file for file in CONFIGS.glob("*.yaml") if only in file.stem):
             try:
                 yield file, needs(file, Path(scratch))
             except SaccadeError as error:
