@@ -41,12 +41,7 @@ def make_engine(config: Config, policy: Trainer, *, first_tokens: bool = False, 
 
 
 def start_engine(
-    rollout: RolloutConfig,
-    settings: Settings,
-    family: Family,
-    policy: Trainer | None = None,
-    *,
-    logs: Path | None = None,
+    rollout: RolloutConfig, settings: Settings, family: Family, policy: Trainer | None = None, logs: Path | None = None
 ) -> Engine:
     if rollout.replicas:
         return ENGINES["replicas"](settings, rollout.replicas, logs=logs, team=policy and policy.engine)

@@ -16,6 +16,7 @@ from saccade.errors import ConfigError, EnvironmentProblem, TrainingError
 from saccade.media.images import open_media
 from saccade.models.families import Family
 from saccade.plugins.engines.weights import HandOver, folder_files, folder_shapes, stored_form
+from saccade.plugins.families.picture_text import collapse
 from saccade.plugins.families.pixel_options import call_options
 from saccade.types import Completion, Message, Request, Sampling
 
@@ -158,7 +159,7 @@ def collapsed(request: Request, family: Family) -> list[int]:
         ids[span.start] = family.chat.placeholders[span.media.kind]
         keep[span.start + 1 : span.end] = False
     if family.reader is not None and request.media:
-        return family.reader.collapsed(request.ids, request.media)
+        return collapse(family.reader, request.ids, request.media)
     return ids[keep].tolist()
 
 

@@ -27,6 +27,7 @@ from saccade.models.families import FAMILIES, Family, FamilySpec, max_positions
 from saccade.models.files import model_json
 from saccade.plugins.families.door import cast, decoder_inputs, picture_features
 from saccade.plugins.families.picture_processor import ALWAYS, SIZES_KEPT, PictureReader
+from saccade.plugins.families.picture_text import expand, special
 from saccade.plugins.families.proof import prove
 from saccade.types import Media, MediaSpan, Message
 
@@ -159,7 +160,7 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
     banned = np.zeros(text.vocab_size, dtype=bool)
     known = min(len(banned), len(family.banned))
     banned[:known], banned[known:] = family.banned[:known], True
-    banned[[i for i in reader.special() - plain.eos_ids if i < len(banned)]] = True
+    banned[[i for i in special(reader) - plain.eos_ids if i < len(banned)]] = True
     positions = text_or_model_positions(model, reader)
     media_ids = torch.from_numpy(reader.media_ids)
 
@@ -181,7 +182,7 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
             media_tokens={kind: MEDIA_TOKENS[kind][0] for kind in reader.frames},
             prepare=FAMILIES[text.model_type].prepare if walks(text) else family.spec.prepare,
         ),
-        chat=replace(plain, expand=reader.expand, ids_of=reader.ids_of, placeholders=reader.placeholders),
+        chat=replace(plain, expand=partial(expand, reader), ids_of=reader.ids_of, placeholders=reader.placeholders),
         vocabulary=len(banned),
         banned=banned,
         max_positions=max_positions(text.to_dict()),

@@ -7,12 +7,11 @@ last placeholder is inserted as ids; the text around it is encoded with that of 
 once. Knows nothing of models.
 
     reader = PictureReader(path, media_ids=[151655], patch=14)
-    reader.expand("Look at <image>.", [media])
+    grid, tokens = reader.measure(media)
 """
 
 import copy
 import math
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -190,35 +189,13 @@ class PictureReader:
         self.refused[kind] = why
         self.frames.pop(kind, None)
 
-    def expand(self, text: str, media: Sequence[Media]) -> str:
-        """What the processor writes, with one placeholder in the place of those of each medium."""
-        rows = [self._known(one) for one in media]
-        pieces = re.split("(" + "|".join(map(re.escape, self.markers.values())) + ")", text)
-        texts, found = pieces[::2], pieces[1::2]
-        if found != [self.markers[one.kind] for one in media]:
-            kinds = " and ".join(sorted({f"{one.kind}s" for one in media}))
-            hint = "this model or its template does not take them all: try prompt.chat_template=FILE"
-            raise ConfigError(f"the chat template shows {len(found)} of {len(media)} {kinds}; {hint}")
-        tokens = [self.listening.convert_ids_to_tokens(self.placeholders[one.kind]) for one in media]
-        if self.apart:
-            shown = [row.before + token + row.after for row, token in zip(rows, tokens, strict=True)]
-            return "".join(a + b for a, b in zip(texts, (*shown, ""), strict=True))
-        self.call(text, [self._blank(*self.size(one)) for one in media])
-        written, rest = "", self.listening.heard.text
-        for row, token in zip(rows, tokens, strict=True):
-            before, inside, rest = rest.partition(row.inside)
-            if not inside:
-                raise EnvironmentProblem(f"{self.path}: its processor writes a picture in more than one way")
-            written += before + token
-        return written + rest
-
     @cached_property
     def apart(self) -> bool:
         """What is written for a medium does not depend on what stands around it."""
         for kind, frames in self.frames.items():
             size, once = SENSES[kind].sizes[0], frames[0]
             written = {self._written(self._heard(frame, *size), frame) for frame in frames}
-            self.call(self.markers[kind].join(once) * 2, [self._blank(*size)] * 2)  # some number them
+            self.call(self.markers[kind].join(once) * 2, [self.blank(*size)] * 2)  # some number them
             if len(written) > 1 or (same := written.pop()) is None:
                 return False
             if self.listening.heard.text != (once[0] + same + once[1]) * 2:
@@ -226,53 +203,13 @@ class PictureReader:
         return True
 
     def _heard(self, frame: tuple[str, str], *size: Any) -> str:
-        shown = self._blank(*size)
+        shown = self.blank(*size)
         self.call(self.markers[shown.kind].join(frame), [shown])
         return self.listening.heard.text
 
     def _written(self, text: str, frame: tuple[str, str]) -> str | None:
         before, after = frame
         return text[len(before) : len(text) - len(after)] if text.startswith(before) and text.endswith(after) else None
-
-    def collapsed(self, ids: np.ndarray, spans: Sequence[MediaSpan]) -> list[int]:
-        """Ids with what a template shows in the place of each medium: its placeholders and the text that is written
-        around them go, for whoever runs the processor again.
-        """
-        rows = [self.blank_row(*self.size(span.media)) for span in spans]
-        pieces = np.split(ids, [place for span in spans for place in (span.start, span.end)])[::2]
-        texts = [piece.tolist() for piece in pieces]
-        for number, (row, span) in enumerate(zip(rows, spans, strict=True)):
-            texts[number] = self._without(texts[number], row.before, end=True)
-            texts[number + 1] = self._without(texts[number + 1], row.after, end=False)
-            texts[number] += self.listening.encode(self.markers[span.media.kind], add_special_tokens=False)
-        return [i for text in texts for i in text]
-
-    def _without(self, ids: list[int], text: str, *, end: bool) -> list[int]:
-        """Without a text at the end or the start. A token that it shares with what stands beside it is written again;
-        ids that do not end or begin so stay as they are.
-        """
-        for count in range(len(text.encode()) + 2):
-            kept, part = (ids[: len(ids) - count], ids[len(ids) - count :]) if end else (ids[count:], ids[:count])
-            shown = self.listening.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            if shown.endswith(text) if end else shown.startswith(text):
-                rest = shown[: len(shown) - len(text)] if end else shown[len(text) :]
-                beside = self.listening.encode(rest, add_special_tokens=False)
-                return kept + beside if end else beside + kept
-        return ids
-
-    def special(self) -> set[int]:
-        """Tokens that are written for media alone, or said to be theirs: nobody may sample them. Not blank lines, which
-        stand around pictures and are tokens of their own, too.
-        """
-        tokenizer, found = self.processor.tokenizer, set(self.media_ids.tolist())
-        added = {token for token, known in tokenizer.added_tokens_decoder.items() if known.content.strip()}
-        known = {*tokenizer.all_special_ids, *added, *found}
-        for kind, (frame, *_) in self.frames.items():
-            rows = [self.blank_row(*size) for size in SENSES[kind].sizes]
-            texts = ["".join(frame), *(frame[0] + row.before + row.inside + row.after + frame[1] for row in rows)]
-            bare, *shown = (set(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-            found |= (set().union(*shown) & known) - bare
-        return found | {token for table in self.kinds.values() for token, _ in table} & known
 
     # -- media --
 
@@ -318,7 +255,7 @@ class PictureReader:
         """The first budget that had these options: what is known of a size is kept once for all of them."""
         return self._budgets.setdefault(repr(self._within(*budget)), budget)
 
-    def _blank(self, width: int, height: int, kind: str = "image", *more: Any) -> Shown:
+    def blank(self, width: int, height: int, kind: str = "image", *more: Any) -> Shown:
         """`more`: of a picture its pixel budget, of a video its frames and how many of them are seen in a second, as
         `metadata` takes them.
         """
@@ -343,7 +280,7 @@ class PictureReader:
             except Exception:  # whatever it does with them; what else is wrong is wrong with a black one, too
                 self.pixels_read.add(kind)
         if whole is None:
-            whole = self.call(asked, [self._blank(width, height, kind, *more)])
+            whole = self.call(asked, [self.blank(width, height, kind, *more)])
         kept = {n: v for n, v in whole.items() if n == "input_ids" or (v.nbytes < SMALL and not v.is_meta)}
         row = PictureRow(arrays(kept))
         text = self._written(self.listening.heard.text, frame)
@@ -385,7 +322,7 @@ class PictureReader:
         return PictureRow(arrays(self.call(self.markers[shown.kind].join(self.frames[shown.kind][0]), [shown])))
 
     def _row(self, media: Media) -> Any:
-        shown, size, blank = self.shown(media), self.size(media), self._known(media)
+        shown, size, blank = self.shown(media), self.size(media), self.known(media)
         with _failing_at(media):
             row = self.calls.made(shown.value, shown.options, blank) if shown.kind == "image" else None
             if row is None:
@@ -412,13 +349,13 @@ class PictureReader:
                 raise DataError(f"a row holds {KINDS[kind].article} {BESIDE}; {why}; leave one of them out")
 
     def ids_of(self, media: Media) -> np.ndarray:
-        return self._known(media).ids
+        return self.known(media).ids
 
     def measure(self, media: Media) -> tuple[tuple[int, ...], int]:
-        row = self._known(media)
+        row = self.known(media)
         return row.grid, len(row.ids)
 
-    def _known(self, media: Media) -> PictureRow:
+    def known(self, media: Media) -> PictureRow:
         with _failing_at(media):
             return self.blank_row(*self.size(media))
 
@@ -426,7 +363,7 @@ class PictureReader:
     def unit(self) -> int:
         """The side of a square of bytes that a token costs."""
         size = SENSES["image"].sizes[1]
-        whole = self._made(self._blank(*size))
+        whole = self._made(self.blank(*size))
         return math.isqrt(whole.nbytes // 3 // len(self.blank_row(*size).ids)) + 1
 
     # -- tensors --
