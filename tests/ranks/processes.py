@@ -80,7 +80,7 @@ def run_command(asked: Mapping[str, Any]) -> None:
     os.chdir(asked["folder"])
     sys.argv = ["saccade", *asked["arguments"]]
     ray_cluster: Any = import_module("saccade.plugins.ranks.ray_cluster")  # which reads the environment
-    ray_cluster._rank_of_ray = forked_command.rank
+    ray_cluster.run_rank = forked_command.rank
     import_module("saccade.cli").main()
 
 

@@ -70,7 +70,7 @@ def test_the_exchange_and_the_controller_cost_efficiency(large):
     assert idle.notes == ("train.prompts_per_step=16 leaves 48 of 64 GPUs idle",)
 
 
-def test_the_smallest_number_of_gpus_that_is_enough_is_advised(shaped):
+def test_the_smallest_number_of_gpus_that_is_enough_is_advised_and_starts(shaped, large):
     found = planned(shaped("7b"), H200, W1)
     assert found.advice[-1] == "run.gpus=2"
     two = planned(shaped("7b"), H200, W1, "run.gpus=2")
@@ -80,6 +80,10 @@ def test_the_smallest_number_of_gpus_that_is_enough_is_advised(shaped):
     assert planned(shaped("72b"), H200, W1, *engines.split()).memory.fits
     eight = planned(shaped("7b"), H200, W1, "run.gpus=8", "train.prompts_per_step=128")
     assert eight.memory.peaks["update"] == pytest.approx(111, rel=0.1)  # as above
+    config, device = load({"model.path": large, "algorithm.kl.coef": 0.0}), devices.Device(name="GPU", memory=45.0)
+    with pytest.raises(ConfigError, match=r"run\.gpus=4"):
+        preflight(config, loaded(large), [SAMPLE], device=device)
+    assert preflight(load(config, ["run.gpus=4"]), loaded(large), [SAMPLE], device=device) == []
 
 
 def test_a_sharded_model_is_divided_but_for_its_towers_and_the_copy_that_generates(shaped):
@@ -226,14 +230,6 @@ def test_state_in_main_memory_makes_room_on_the_gpu_and_takes_seconds(shaped, mo
                 preflight(config, loaded(str(shaped("7b"))), [SAMPLE], device=H200)
         else:
             assert preflight(config, loaded(str(shaped("7b"))), [SAMPLE], device=H200) == []
-
-
-def test_a_run_that_one_gpu_refuses_starts_on_several(large):
-    device = devices.Device(name="GPU", memory=45.0)
-    config = load({"model.path": large, "algorithm.kl.coef": 0.0})
-    with pytest.raises(ConfigError, match=r"run\.gpus=4"):
-        preflight(config, loaded(large), [SAMPLE], device=device)
-    assert preflight(load(config, ["run.gpus=4"]), loaded(large), [SAMPLE], device=device) == []
 
 
 def test_a_dry_run_shows_layout_memory_exchange_and_efficiency(large, scenes, monkeypatch):

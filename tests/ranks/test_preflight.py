@@ -10,11 +10,12 @@ import socket
 import tempfile
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -26,7 +27,7 @@ from saccade.errors import EnvironmentProblem, RankLost
 from saccade.models.families import load_family
 from saccade.plugins import doctor
 from saccade.plugins.imitation.imitation_sources import teacher_of
-from saccade.plugins.ranks import connections, preflight, ray_cluster, starts
+from saccade.plugins.ranks import connections, launchers, preflight, ray_cluster, starts
 from saccade.plugins.ranks.rank_process import within_memory
 from saccade.plugins.ranks.rank_rewards import RankReward
 from saccade.plugins.reward_models.reward_model_term import LearnedTerms
@@ -168,7 +169,9 @@ class Machines:
         self.gpus, self.util = gpus, self
 
     def cluster_resources(self) -> dict[str, float]:
-        return {"CPU": 99.0, "GPU": float(self.gpus)}
+        return {"CPU": 99.0, "GPU": float(self.gpus), "memory": 1e9}
+
+    available_resources = cluster_resources
 
     def placement_group(self, bundles: list[dict[str, int]], strategy: str) -> Any:
         ready = sum(bundle.get("GPU", 0) for bundle in bundles) <= self.gpus
@@ -202,6 +205,15 @@ def test_a_restart_takes_the_gpus_that_are_left(
         assert ray_cluster.gpus_left(config, "rl") == found
 
 
+def test_a_ray_cluster_without_room_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "JOIN_LIMIT", 0.0)
+    monkeypatch.setattr(ray_cluster, "_cluster", lambda held: Machines(2))
+    settings: Any = SimpleNamespace(size=8, options={})
+    said = r"run\.gpus=8 needs 8 cores and 8 GPUs of .* no room; free are {'CPU': 99\.0, 'GPU': 2\.0}"
+    with pytest.raises(EnvironmentProblem, match=said), ExitStack() as exits:
+        ray_cluster.ray(settings, [], tmp_path, exits, launchers.Beside(0, 1))
+
+
 def test_a_full_gpu_is_no_rank_that_died() -> None:
     """It would be full again: so nothing starts again, whoever finds that out."""
     with (
@@ -210,13 +222,10 @@ def test_a_full_gpu_is_no_rank_that_died() -> None:
     ):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 260 MiB. GPU 0 has")
 
-    def full(*call: Any) -> Any:
-        raise raised.value
-
     said = Message(role="user", parts=("how many",))
     nothing: Any = None
     reward = RankReward("folder", nothing, nothing)
-    reward.team = cast("Any", SimpleNamespace(size=1, ask_all=full))
+    reward.team = cast("Any", SimpleNamespace(size=1, ask_all=Mock(side_effect=raised.value)))
     learned = LearnedTerms(lambda path: reward)
     learned.models["folder"] = reward
     learned.submit({"path": "folder"}, RewardSample(id="", response="4", asked=(said,), replied=(said,)))
@@ -255,8 +264,5 @@ def test_doctor_lets_ranks_meet(
     assert re.match(r"(?s)rank .*has other weights than that of the run; .*all logs are in \S+$", row.text), row
     assert row.text.endswith(str(logs)) and (logs / "rank-1.log").is_file()
 
-    def fails() -> Any:
-        raise RuntimeError("because" * 1000 + " of this")
-
-    (row,) = doctor.look("ranks", fails)
+    (row,) = doctor.look("ranks", Mock(side_effect=RuntimeError("because" * 1000 + " of this")))
     assert row.text.startswith("RuntimeError: because") and row.text.endswith(" of this") and len(row.text) < 5000

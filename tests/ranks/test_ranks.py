@@ -370,7 +370,7 @@ def ray_machines(monkeypatch):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setattr(ray_cluster, "_rank_of_ray", forked_command.rank)
+    monkeypatch.setattr(ray_cluster, "run_rank", forked_command.rank)
     with forked_commands() as where, ExitStack() as ending:
         for name, value in (QUICK_RAY | where).items():
             monkeypatch.setenv(name, value)
@@ -429,7 +429,7 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
         (forked_command.lost, RankLost, "died"),  # a restart may help
     ):
         with monkeypatch.context() as patch, pytest.raises(kind, match=rf"(?s)Ray: .*{why}") as raised:
-            patch.setattr(ray_cluster, "_rank_of_ray", task)
+            patch.setattr(ray_cluster, "run_rank", task)
             rl.run(load(options, [more[0], f"run.name={task.__name__}"]))
         assert raised.type is kind
     done = CliRunner().invoke(app, ["rl", str(file), *more], env={"COLUMNS": "300"})

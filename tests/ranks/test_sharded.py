@@ -143,11 +143,9 @@ def test_ranks_read_different_numbers_of_forests(results: Any, family_of: Any, f
     alone = made(Case(), family_of(VISION))
     logprobs = alone.logprobs(forests[VISION][:1], Scoring())
     verdicts = judgements(alone, forests[VISION][:2], VERDICTS)
-    for found, wanted in ((r["values"], values[: 1 + n]) for n, r in enumerate(ranks)):
-        assert len(found) == len(wanted)
-        for pair, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(pair[0], other[0], atol=1e-6)
     for number, rank in enumerate(ranks):
+        for pair, other in zip(rank["values"], values[: 1 + number], strict=True):
+            np.testing.assert_allclose(pair[0], other[0], atol=1e-6)
         for judged, expected in zip(rank["verdicts"], verdicts[: 1 + number], strict=True):
             np.testing.assert_allclose(judged, expected, atol=1e-6)
     assert ranks[0]["logprobs"] == [] and len(ranks[1]["logprobs"]) == 1

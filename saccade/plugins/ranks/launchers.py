@@ -147,8 +147,7 @@ def run_rank(address: str, token: str | None = None) -> None:
         raise ConfigError(f"{address}: write HOST:PORT, as the run prints it")
     if not token:
         raise ConfigError(f"set {TOKEN} to the token that the run prints")
-    place = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    if os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID"):
+    if place := os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID"):
         import torch
 
         # Does not initialize CUDA, which would fix the visible GPUs before the variable is set.
@@ -156,7 +155,7 @@ def run_rank(address: str, token: str | None = None) -> None:
         if len(seen) > 1:  # torchrun and Slurm may show all GPUs to every task
             os.environ["CUDA_VISIBLE_DEVICES"] = seen[int(place) % len(seen)]
     channel = Channel(_connected(host, int(port)))
-    about = {"host": host_name(), "pid": os.getpid(), "local": int(place), "versions": versions()}
+    about = {"host": host_name(), "pid": os.getpid(), "local": int(place or 0), "versions": versions()}
     try:
         told = introduce(channel, token, about | {"machine": same_processes()})
     except Ended as error:

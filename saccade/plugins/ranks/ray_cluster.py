@@ -9,7 +9,7 @@ import logging
 import queue
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -38,12 +38,13 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitS
     cluster = _cluster(exits)
     device = settings.options.get("run", {}).get("device", "auto")
     gpus = _bundles(settings.size, beside, _gpus_of_a_rank(cluster, device, logs.absolute()))
-    group = _reserve(cluster, gpus, exits)
-    if not group.wait(JOIN_LIMIT):
-        free = cluster.available_resources()
-        raise EnvironmentProblem(
-            f"{_options(settings.size, beside)}: the Ray cluster has no room for that, free are {free}"
-        )
+    group, end = _reserve(cluster, gpus, exits), time.monotonic() + JOIN_LIMIT
+    needed = f"{_options(settings.size, beside)} needs {len(gpus)} cores and {sum(gpus)} GPUs of the Ray cluster"
+    if not group.wait(1):
+        log.info(f"waiting for room: {needed}; free are {_counted(cluster.available_resources())}")
+    while not group.wait(1):  # not longer: Ray holds back Ctrl-C meanwhile
+        if time.monotonic() > end:
+            raise EnvironmentProblem(f"{needed}, which has no room; free are {_counted(cluster.available_resources())}")
     token = secrets.token_hex(16)
     reception = exits.enter_context(Reception(0, token, versions()))
     address = f"{cluster.util.get_node_ip_address()}:{reception.port}"
@@ -51,7 +52,7 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitS
     def start(group: Any, bundle: int, token: str, gpu: int = 0) -> Any:
         place = cluster.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, bundle)
         options: Any = {"num_gpus": gpu, "num_cpus": 1, "max_retries": 0, "scheduling_strategy": place}
-        return cluster.remote(_rank_of_ray).options(**options).remote(address, token)
+        return cluster.remote(run_rank).options(**options).remote(address, token)
 
     def arrived(tasks: Sequence[Any], token: str, limit: float = JOIN_LIMIT) -> list[Arrival]:
         def failed() -> None:
@@ -131,6 +132,11 @@ def _bundles(ranks: int, beside: Beside, gpu: int) -> list[int]:
     return [gpu] * ranks + [gpu * beside.gpus] * beside.replicas
 
 
+def _counted(resources: Mapping[str, float]) -> dict[str, float]:
+    """Those that are reserved, without the memory and the names of machines that Ray also lists."""
+    return {name: resources.get(name, 0) for name in ("CPU", "GPU")}
+
+
 def _options(ranks: int, beside: Beside) -> str:
     return f"run.gpus={ranks}" + f" rollout.replicas={beside.replicas}" * bool(beside.replicas)
 
@@ -166,9 +172,5 @@ def gpus_left(config: Config, command: str) -> str:
             if ready:
                 return _options(ranks, fewer)
             limit = LEFT_LIMIT / 10
-        have = cluster.cluster_resources()
+        have = _counted(cluster.cluster_resources())
     raise RankLost(f"run.min_gpus: the Ray cluster has no room for {_options(ranks, fewer)}; its machines have {have}")
-
-
-def _rank_of_ray(address: str, token: str) -> None:
-    run_rank(address, token)
