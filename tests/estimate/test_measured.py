@@ -98,7 +98,7 @@ def test_ranks_are_as_the_page_says_and_within_15_percent(shaped):
         size, work, prompts, *options = RANKS[name]
         found = planned(shaped(size), H200, work, f"train.prompts_per_step={prompts}", *options)
         layers = {"3b": 36, "7b": 28, "14b": 48, "32b": 64}[size]
-        compared(name, told, found, LAYOUTS[found.layout].beside * layers * 16 / 3)
+        compared(name, told, found, LAYOUTS[found.layout].overhead * layers * 16 / 3)
 
 
 def compared(name, told, found, beside):

@@ -23,7 +23,7 @@ from saccade.plugins.estimate.flops import FROZEN, Meter
 from saccade.plugins.estimate.memory_items import GIB, Memory, state_sizes, total
 from saccade.plugins.estimate.shapes import shape_of
 from saccade.plugins.gpu.decode_state import FEW_ROWS
-from saccade.plugins.ranks.layouts import Sizes, collective_seconds, controller_seconds, exchange_seconds, key_repeats
+from saccade.plugins.ranks.layouts import CONTROLLER, Sizes, collective_seconds, exchange_seconds, key_repeats
 from saccade.system.devices import Device
 from saccade.trainer import Trainer
 from saccade.types import Group
@@ -226,7 +226,7 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
         heads = shape.text.queries + shape.text.keys * key_repeats(shape.key_heads, plan.together)
         size = 2 * plan.element * shape.text.layers * heads * times / plan.together * passed
         seconds["exchange"] += collective_seconds(size, links, gpus=plan.together)
-        seconds["controller"] = controller_seconds(made.sampled * sampled, gpus=gpus)
+        seconds["controller"] = CONTROLLER * made.sampled * sampled * gpus
     taken, aside = sum(seconds.values()), 0.0
     if plan.config.rollout.ahead and plan.config.rollout.replicas:
         aside = min(seconds["rollout"], taken - seconds["rollout"])

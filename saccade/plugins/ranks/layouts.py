@@ -22,13 +22,13 @@ from saccade.system import devices
 class Layout(NamedTuple):
     divided: tuple[str, ...]  # what is sharded over the ranks; the rest is whole on each
     inside: tuple[str, ...] = ()  # of these, what is sharded only within each machine
-    beside: float = 0.0  # seconds of overhead per layer and forest, at any bandwidth
+    overhead: float = 0.0  # seconds per layer and forest, at any bandwidth
 
 
 LAYOUTS: Mapping[str, Layout] = {  # by `train.layout`
     "whole": Layout(("state",)),
-    "sharded": Layout(("state", "sums", "weights"), beside=2.5e-3),  # one rank of 8, 3B model; 7B: 1.4e-3
-    "hybrid": Layout(("state", "sums", "weights"), inside=("sums", "weights"), beside=2.5e-3),
+    "sharded": Layout(("state", "sums", "weights"), overhead=2.5e-3),  # one rank of 8, 3B model; 7B: 1.4e-3
+    "hybrid": Layout(("state", "sums", "weights"), inside=("sums", "weights"), overhead=2.5e-3),
 }
 
 
@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
 NODE = 8  # GPUs of a machine
 Pair = tuple[float, float]
 REACHED = 0.73  # share of the bandwidth that a collective reaches: 330 of 450 GB/s are assumed for an H200
-CONTROLLER = 0.1e-6  # seconds of the controller per sampled token, from `benchmarks/controller.py`
+CONTROLLER = 0.1e-6  # seconds per sampled token in which all ranks wait for it, from `benchmarks/controller.py`
 
 
 def share_held(layout: str, kind: str, *, gpus: int, whole: float = 0.0) -> float:
@@ -93,7 +93,7 @@ def exchange_seconds(
     reduced, renewed, gathered, copied = (collective_seconds(size, links, gpus=near) for size in sizes)
     if "weights" not in kind.divided:
         return updates * (reduced + renewed)
-    waiting = max(kind.beside * layers * forests, forests * (reduced + 2 * gathered) - compute)
+    waiting = max(kind.overhead * layers * forests, forests * (reduced + 2 * gathered) - compute)
     between = links[1], links[1]
     far = sum(collective_seconds(size, between, gpus=machines) for size in sizes[:2]) if kind.inside else 0.0
     return copied + waiting + updates * far
@@ -153,8 +153,3 @@ def require_heads(config: Config, family: Family) -> None:
         works = " or ".join(str(n) for n in range(1, most + 1) if most % n == 0)
         what = f"{size} does not divide {heads} heads of attention of {family.path}"
         raise ConfigError(f"train.sequence_parallel: {what}; try {works}")
-
-
-def controller_seconds(sampled: float, *, gpus: int) -> float:
-    """Seconds per step in which all ranks wait for the controller. `sampled`: tokens sampled by one rank."""
-    return CONTROLLER * sampled * gpus
