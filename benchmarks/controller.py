@@ -198,7 +198,7 @@ def measure(gpus: int, work: Mapping[str, int], folder: Path) -> dict[str, float
         updates, last = clocked("corrections", lambda: add_corrections(updates, algorithm))
         loss, batches = PolicyLoss(algorithm, Scoring()), [batch for part in updates for batch in part]
         update = clocked("update of ranks", lambda: policy.train_step(batches, loss, lr=1e-6))
-        told = clocked(BESIDE[0], lambda: HOOKS["rl_work"](policy, None, updates, config, algorithm, 1))
+        told = clocked(BESIDE[0], lambda: HOOKS["rl_work"](policy, None, updates, config.train, algorithm, 1))
         counted = clocked(BESIDE[1], lambda: [more(), last(), rollout_metrics(rollouts, sampler, policy, step=1)])
         metrics.merge(*counted, update.metrics)
         clocked("work that was repeated", told)
