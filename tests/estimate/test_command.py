@@ -143,7 +143,6 @@ def test_what_is_not_counted_is_said(large):
     for options, said in {
         (): "",
         ("rollout.engine=vllm", "rollout.memory_share=0.4"): r"engine=vllm are those of the embedded.*holds 0.4",
-        ("rollout.replicas=2",): "memory of rollout.replicas=2 is not counted",
         ("env.name=crop",): "of an episode of env.name=crop one response is counted",
         ("env.name=crop", "env.max_turns=1"): "",
         ("algorithm.preset=dapo",): "one round of dynamic sampling is counted.*max_rounds=",

@@ -124,6 +124,10 @@ def test_engines_beside_divide_the_prompts_and_generate_while_others_train(large
     assert 1.2 * here.seconds["rollout"] < 1.2 * four < two < 2 * four
     split = step("rollout.replicas=2", "rollout.engine=vllm", "rollout.tensor_parallel=2", "rollout.memory_share=0.9")
     assert split.seconds["rollout"] == pytest.approx(four, rel=0.05)
+    engines = ("run.gpus=8", "train.layout=sharded", "rollout.replicas=8", "rollout.engine=vllm")
+    tight, wide = (planned(large, H200, W1, *engines, f"rollout.memory_share={share}") for share in (0.04, 0.6))
+    assert not tight.memory.fits and "rollout.tensor_parallel=2 rollout.engine=vllm" in tight.advice
+    assert wide.memory.fits and wide.memory.peaks["rollout"] < 0.6 * H200.memory and not wide.notes[1:]
     ahead = step("rollout.replicas=2", "rollout.ahead=1")
     others = sum(ahead.seconds.values()) - ahead.seconds["rollout"]
     assert ahead.step == max(ahead.seconds["rollout"], others) and not planned(large, H200, W1).efficiency

@@ -100,7 +100,8 @@ def estimate(
     memory, pace = paced(plan)
     speed = {}
     if pace and pace.step and config.run.gpus > 1:  # of one GPU alone with the prompts of a rank, or of the step
-        speed["prompts per GPU"] = 1 - (pace.seconds["exchange"] + pace.seconds["controller"]) / pace.step
+        if not config.rollout.replicas:
+            speed["prompts per GPU"] = 1 - (pace.seconds["exchange"] + pace.seconds["controller"]) / pace.step
         if alone := step_seconds(planned("run.gpus=1 rollout.replicas=0")):
             gpus = config.run.gpus + config.rollout.replicas * config.rollout.tensor_parallel
             speed["prompts per step"] = alone / gpus / pace.step
@@ -241,8 +242,6 @@ def not_counted(config: Config) -> Iterator[str]:
     if rollout.engine != "embedded":
         held = f"while it generates it holds {rollout.memory_share:g} of its GPUs (rollout.memory_share)"
         yield f"seconds of rollout.engine={rollout.engine} are those of the embedded engine; {held}"
-    elif rollout.replicas:
-        yield f"memory of rollout.replicas={rollout.replicas} is not counted: each holds the weights on its GPU"
     for folder in reward_folders(config.reward):
         if not weights_in(folder):
             yield f"the reward model {folder} is not counted: no *.safetensors lie there"
@@ -300,6 +299,8 @@ def advice(plan: Plan, fits: Fits) -> Iterator[str]:
 def ladder(plan: Plan) -> dict[str, list[str]]:
     """Options that save memory, the least costly first: name → changes, mildest first."""
     model, train, data, reward = (getattr(plan.config, part) for part in ("model", "train", "data", "reward"))
+    rollout, wider = plan.config.rollout, _divisors(plan) if plan.config.rollout.replicas else []
+    other = "vllm" if rollout.engine == "embedded" else rollout.engine
     gpus, without = plan.config.run.gpus, " train.ema=0" if train.ema else ""  # there is no average of adapters
     heads = plan.whole.shape.queries_per_key * plan.whole.shape.key_heads
     adapters = {"lora": ["qlora"], "qlora": []}.get(model.train, ["lora", "qlora"])
@@ -314,10 +315,11 @@ def ladder(plan: Plan) -> dict[str, list[str]]:
         "train.offload": ["true"] if plan.device.is_gpu and not train.offload else [],
         "train.optimizer": smaller[smaller.index(train.optimizer) + 1 :] if plan.element < 4 else [],
         "rollout.replicas": _engines_beside(plan),
+        "rollout.tensor_parallel": [f"{n} rollout.engine={other}" for n in wider if n > rollout.tensor_parallel],
         "train.ema": ["0"] if train.ema else [],
         "model.train": [f"{kind}{without}" for kind in adapters],
         "model.lora.rank": _halves(model.lora.rank, SMALLEST_RANK),
-        "rollout.max_tokens": _halves(plan.config.rollout.max_tokens, shortest),
+        "rollout.max_tokens": _halves(rollout.max_tokens, shortest),
         "data.max_pixels": _halves(data.max_pixels, smallest),
         "train.sequence_parallel": [f"{n}" for n in (2, 4, 8) if n > plan.together and gcd(gpus, heads) % n == 0],
         "train.layout": ["sharded"] * (gpus > 1 and plan.layout != "sharded"),
@@ -331,15 +333,18 @@ def _engines_beside(plan: Plan) -> list[str]:
     its memory to keys and values.
     """
     rollout, gpus = plan.config.rollout, plan.config.run.gpus // 2
-    if gpus < NODE // 2 or plan.layout == "whole" or rollout.replicas or rollout.engine != "embedded":
+    chosen = plan.layout == "whole" or rollout.replicas or rollout.engine != "embedded"
+    if chosen or gpus < NODE // 2 or gpus % plan.together or not plan.samples:
         return []
     room = rollout.memory_share * plan.device.memory * GIB / 2
-    divided = [n for n in (1, 2, 4, NODE) if gpus % n == 0 and plan.whole.shape.key_heads % n == 0]
-    each = next((n for n in divided if plan.policy.weights / n <= room), None)
-    if each is None or gpus % plan.together or not plan.samples:
-        return []
-    engine = f" rollout.engine=vllm rollout.tensor_parallel={each}" * (each > 1)
-    return [f"{gpus // each} run.gpus={gpus}{engine}"]
+    enough = [n for n in _divisors(plan) if gpus % n == 0 and plan.policy.weights / n <= room][:1]
+    vllm = " rollout.engine=vllm rollout.tensor_parallel="
+    return [f"{gpus // n} run.gpus={gpus}" + f"{vllm}{n}" * (n > 1) for n in enough]
+
+
+def _divisors(plan: Plan) -> list[int]:
+    """Numbers of GPUs that an engine may have."""
+    return [n for n in (1, 2, 4, NODE) if plan.whole.shape.key_heads % n == 0]
 
 
 def _halves(value: int, least: int) -> list[str]:

@@ -190,11 +190,12 @@ class Plan:
 
     @property
     def sequences(self) -> int:
-        """Sequences in the engine at a time, if its KV cache is large enough."""
+        """Sequences in an engine at a time, if its KV cache is large enough."""
         members = self.algorithm.samples_per_prompt + self.algorithm.estimator.greedy
-        steps = 1 + self.config.rollout.ahead * (self.config.rollout.replicas > 0)  # else later steps only fill gaps
+        rollout, gpus = self.config.rollout, self.config.run.gpus
+        steps = 1 + rollout.ahead * (rollout.replicas > 0)  # else later steps only fill gaps
         begun = self.config.train.prompts_per_step * min(steps, self.config.run.max_steps or steps)
-        return min(self.config.rollout.max_sequences, begun * members)
+        return min(rollout.max_sequences, round(begun * members * gpus / (rollout.replicas or gpus)))
 
 
 # -- prompts ---------------------------------------------------------------------------------------

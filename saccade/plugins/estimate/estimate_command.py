@@ -173,13 +173,12 @@ def told(config: Config, found: Estimate, command: str = "rl") -> list[str]:
 def refusal(found: Estimate, command: str = "rl") -> str:
     """Says which phase needs the most memory, and which options of the command make it fit."""
     memory, device = found.memory, found.device
-    phase = max(memory.peaks, key=lambda name: memory.peaks[name])
-    parts = [item for item in memory.items if item.phase in ("always", phase)]
-    largest = max(parts, key=lambda item: item.gib)
+    phase = max(memory.peaks, key=lambda name: memory.peaks[name] - memory.room(name))
+    largest = max(memory.during(phase), key=lambda item: item.gib)
     text = (
         f"does not fit: the {phase} needs {memory.peaks[phase]:.1f} GiB ({largest.name} "
         f"{largest.gib:.1f}), and of {device.memory:.1f} GiB on {_devices(found)} "
-        f"{max(0.0, memory.limit):.1f} can be planned with; "
+        f"{max(0.0, memory.room(phase)):.1f} can be planned with; "
     )
     if found.advice:
         own = "rollout" if command == "rl" else command
@@ -198,7 +197,7 @@ def by_item(found: Estimate) -> Iterator[str]:
     yield "\nMemory"
     yield line("GiB", *PHASES)
     for item in memory.items:
-        shown = [f"{item.gib:.2f}" if item.phase in ("always", phase) else "" for phase in PHASES]
+        shown = [f"{item.gib:.2f}" if item in memory.during(phase) else "" for phase in PHASES]
         yield line(item.name, *shown, note=item.note)
     peaks = [f"{memory.peaks[phase]:.2f}" for phase in PHASES]
     yield line("peak", *peaks, note=f"of {memory.limit:.2f} that can be planned with")

@@ -70,14 +70,22 @@ class Item:
 class Memory:
     items: tuple[Item, ...]
     limit: float  # GiB that can be planned with
+    engine: float = 0.0  # the same on a GPU of a replica, if rollouts are there
 
     @property
     def peaks(self) -> dict[str, float]:
-        return {phase: total(self.items, "always", phase) for phase in ("rollout", "scoring", "update")}
+        return {phase: total(self.during(phase)) for phase in ("rollout", "scoring", "update")}
 
     @property
     def fits(self) -> bool:
-        return max(self.peaks.values()) <= self.limit
+        return all(peak <= self.room(phase) for phase, peak in self.peaks.items())
+
+    def room(self, phase: str) -> float:
+        return self.engine if self.engine and phase == "rollout" else self.limit
+
+    def during(self, phase: str) -> list[Item]:
+        phases = {phase} if self.engine and phase == "rollout" else {"always", phase}
+        return [item for item in self.items if item.phase in phases]
 
     @property
     def free(self) -> float:
@@ -98,8 +106,14 @@ def memory_of(plan: Plan) -> Memory:
     always = _always(plan)
     free = plan.limit - total(always, "always")
     update = max((_update(plan, learner, free) for learner in plan.learners), key=total)
+    chosen, engine = plan.config.rollout, 0.0
+    if plan.generates and plan.device.is_gpu and chosen.replicas:
+        share = 1 if chosen.engine == "embedded" else chosen.memory_share
+        engine = free = min(plan.limit, share * plan.device.memory)
+        held, note = plan.policy.weights / GIB / chosen.tensor_parallel, f"rollout.replicas={chosen.replicas}"
+        always.append(Item(name="weights of an engine", gib=held, phase="rollout", note=f"{note}, on other GPUs"))
     rollout = _rollout(plan, free - total(always, "rollout")) if plan.generates else []
-    return Memory(items=(*always, *rollout, *update), limit=plan.limit)
+    return Memory(items=(*always, *rollout, *update), limit=plan.limit, engine=engine)
 
 
 # -- items in all phases ---------------------------------------------------------------------------
@@ -165,9 +179,10 @@ def _rollout(plan: Plan, free: float) -> list[Item]:
     do not fit into the rest are computed in smaller pieces.
     """
     shape, element, step = plan.policy.shape, plan.element, plan.step
-    per_token = shape.kv_bytes(element) / GIB
+    gpus = plan.config.rollout.tensor_parallel if plan.config.rollout.replicas else 1
+    per_token = shape.kv_bytes(element) / GIB / gpus
     longest = max(len(member.ids) for member in step.members)
-    state = shape.state_bytes / GIB
+    state = shape.state_bytes / GIB / gpus
     wanted = plan.sequences * ((step.mean_length if plan.paged else longest) * per_token + state)
     drawn = float(plan.sequences * shape.vocabulary * element)
     whole, least = ((size + drawn) / GIB for size in _prefill(plan))

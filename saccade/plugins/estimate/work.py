@@ -240,11 +240,8 @@ def _rollout_seconds(plan: Plan, made: flops.Generation, peak: float, bandwidth:
     rollout, shape, own = plan.config.rollout, plan.policy.shape, float(plan.config.train.prompts_per_step)
     least, at_once, gpus = LAYER.get(plan.config.model.train, LAYER["full"]), plan.sequences, 1
     if rollout.replicas:
-        share, gpus = (1, 1) if rollout.engine == "embedded" else (rollout.memory_share, rollout.tensor_parallel)
-        pool = gpus * min(plan.limit, share * plan.device.memory) - plan.policy.weights / GIB
-        engines = rollout.replicas / plan.config.run.gpus
-        own, at_once = own / engines, min(rollout.max_sequences, round(at_once / engines))
-        peak, bandwidth = peak * gpus, bandwidth * gpus
+        gpus, own = rollout.tensor_parallel, own * plan.config.run.gpus / rollout.replicas
+        peak, bandwidth, pool = peak * gpus, bandwidth * gpus, pool * gpus
     sampled = own / len(plan.step.groups)
     per_sequence = shape.kv_bytes(plan.element) * plan.step.mean_length + shape.state_bytes
     at_once = max(1, min(at_once, int(pool * GIB / per_sequence)))
