@@ -227,9 +227,8 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
         size = 2 * plan.element * shape.text.layers * heads * times / plan.together * passed
         seconds["exchange"] += collective_seconds(size, links, gpus=plan.together)
         seconds["controller"] = CONTROLLER * made.sampled * sampled * gpus
-    taken, aside = sum(seconds.values()), 0.0
-    if plan.config.rollout.ahead and plan.config.rollout.replicas:
-        aside = min(seconds["rollout"], taken - seconds["rollout"])
+    taken, sampling, chosen = sum(seconds.values()), seconds.get("rollout", 0.0), plan.config.rollout
+    aside = min(sampling, taken - sampling) if chosen.ahead and chosen.replicas else 0.0
     return replace(pace, seconds=seconds, step=taken - aside)
 
 

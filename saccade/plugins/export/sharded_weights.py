@@ -39,13 +39,10 @@ RECORDS = {  # classes that DCP metadata may name, besides torch dtypes
 
 def sharded_folder(checkpoint: Path) -> Path | None:
     """The folder with sharded weights: this one, or the first subfolder with some, except critics and optimizers."""
-    found = [folder for folder in (checkpoint, *sorted(checkpoint.glob("*/"))) if _is_sharded(folder)]
+    folders = (checkpoint, *sorted(checkpoint.glob("*/")))
+    found = [folder for folder in folders if (folder / DESCRIBED).is_file() or any(folder.glob(OF_RANKS))]
     models = [folder for folder in found if "optim" not in folder.name and "critic" not in folder.name]
     return models[0] if models else None
-
-
-def _is_sharded(folder: Path) -> bool:
-    return (folder / DESCRIBED).is_file() or any(folder.glob(OF_RANKS))
 
 
 def sharded_weights(folder: Path) -> dict[str, Tensor]:

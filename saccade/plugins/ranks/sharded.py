@@ -258,7 +258,7 @@ class ShardedTrainer(LocalTrainer):
     def _cut(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This rank's rows of whole tensors."""
         place, size = self.mesh.get_local_rank(), self.mesh.size()
-        rows = {n: -(-len(p) // size) for n, p in self.model.named_parameters() if _is_sharded(p)}
+        rows = {n: -(-len(p) // size) for n, p in self.model.named_parameters() if isinstance(p, DTensor)}
         return {n: t[place * rows[n] :][: rows[n]] if n in rows else t for n, t in stored.items()}
 
     def state_files(self, *, copy: bool = False) -> Iterator[File]:
@@ -274,10 +274,6 @@ class HybridTrainer(ShardedTrainer):
     """Each machine has all weights, sharded over its GPUs: forward and backward wait for no other machine."""
 
     hybrid = True
-
-
-def _is_sharded(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor)
 
 
 def gathered(part: Tensor) -> Tensor:

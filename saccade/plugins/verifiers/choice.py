@@ -11,7 +11,7 @@ continues with the words of another option, or if an answer is refused or retrac
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from string import ascii_uppercase
 
 from saccade.plugins.verifiers.math_text import CJK, NARROW, TEXT
@@ -153,7 +153,7 @@ def _by_words(text: str, choices: Sequence[str]) -> str | None:
     wanted = _words(text)
     named = zip(ascii_uppercase, choices, strict=False)
     options = {letter: (_words(option), _words(_without_letter(option, letter))) for letter, option in named}
-    for plain in (str, _without_article):
+    for plain in (str, partial(re.sub, r"\A(?:an?|the)\s+", "")):  # articles left out
         hits = [letter for letter, spelled in options.items() if plain(wanted) in map(plain, spelled)]
         if wanted and len(hits) == 1:
             return hits[0]
@@ -185,10 +185,6 @@ def _options(pattern: str, text: str, choices: Sequence[str]) -> dict[str, int]:
 
 def _words(text: str) -> str:
     return re.sub(r"\s+", " ", peel(text).strip("$").rstrip(".").strip()).casefold()
-
-
-def _without_article(words: str) -> str:
-    return re.sub(r"\A(?:an?|the)\s+", "", words)
 
 
 def _without_letter(option: str, letter: str) -> str:
