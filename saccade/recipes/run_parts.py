@@ -110,9 +110,8 @@ def limits_of(config: Config, *, evaluation: bool) -> Limits:
 
 def answer_places(prompt: PromptConfig) -> tuple[str, ...]:
     """Places where answers are looked for, over the formats of all data sources."""
-    asked = prompt.format
-    formats = [asked] if isinstance(asked, str) else [*asked.values(), str(prompt.of("").format)]
-    places = dict.fromkeys(place for one in formats for place in FORMATS.get(one, FORMATS["none"]).order)
+    formats = [prompt.format] if isinstance(prompt.format, str) else [*prompt.format.values(), prompt.of("").format]
+    places = dict.fromkeys(place for one in formats for place in FORMATS.get(str(one), FORMATS["none"]).order)
     return tuple(sorted(places, key="whole".__eq__))  # `whole` last, as it matches any text
 
 

@@ -209,7 +209,7 @@ def test_a_ray_cluster_without_room_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(ray_cluster, "JOIN_LIMIT", 0.0)
     monkeypatch.setattr(ray_cluster, "_cluster", lambda held: Machines(2))
     settings: Any = SimpleNamespace(size=8, options={})
-    said = r"run\.gpus=8 needs 8 cores and 8 GPUs of .* no room; free are {'CPU': 99\.0, 'GPU': 2\.0}"
+    said = r"run\.gpus=8 needs 8 cores and 8 GPUs of .* no room; free: {'CPU': 99\.0, 'GPU': 2\.0}"
     with pytest.raises(EnvironmentProblem, match=said), ExitStack() as exits:
         ray_cluster.ray(settings, [], tmp_path, exits, launchers.Beside(0, 1))
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks.steps import algorithm_of
-from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, SftConfig, TrainConfig, load
+from saccade.config import ADAPTED, Config, DataConfig, LoraConfig, TrainConfig, load
 from saccade.data.sources import parse_address
 from saccade.models.families import Family
 from saccade.plugins.estimate import batch_plan
@@ -67,11 +67,8 @@ def estimate(
     family = family or model_setup.family_of(config, model_setup.start_folder(config))
     if config.run.gpus > 1:
         require_heads(config, family)
-    others = {
-        "generates": generates(config, command),
-        "samples": command == "rl",
-        "teacher": _teacher(config.sft, command),
-    }
+    teacher = _weights_of(config.sft.teacher) if command == "sft" else 0
+    others = {"generates": generates(config, command), "samples": command == "rl", "teacher": teacher}
     config = as_rl(config, command, family)
     device, of_device = as_configured(device, config)
     paths = [parse_address(source.path).path for source in config.data.train]
@@ -136,9 +133,8 @@ def as_rl(config: Config, command: str, family: Family) -> Config:
     return load(kept, changes, "rl")
 
 
-def _teacher(sft: SftConfig, command: str) -> int:
-    """Number of weights of the teacher; 0 for a tiny model or no teacher."""
-    path = sft.teacher if command == "sft" else None
+def _weights_of(path: str | None) -> int:
+    """Number of weights of a teacher; 0 for a tiny model or no teacher."""
     return numbers_in(Path(path)) if path and not path.startswith("tiny:") else 0
 
 

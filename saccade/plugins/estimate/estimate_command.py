@@ -152,9 +152,8 @@ def in_short(found: Estimate, command: str = "rl") -> str:
     memory, seconds = found.memory, found.pace.step if found.pace else 0.0
     phases, rows = (PHASES, "") if command == "rl" else (("update",), " with rows as long as the config allows")
     peaks = " and ".join(f"{memory.peaks[phase]:.2f} GiB in the {phase}" for phase in phases)
-    return f"a step of `saccade {command}` takes {peaks}, of {memory.limit:.2f} GiB that can be planned with" + (
-        f", and about {seconds:.1f} seconds{rows}" if seconds else ""
-    )
+    time = f", and about {seconds:.1f} seconds{rows}" if seconds else ""
+    return f"a step of `saccade {command}` takes {peaks}, of {memory.limit:.2f} GiB that can be planned with{time}"
 
 
 def told(config: Config, found: Estimate, command: str = "rl") -> list[str]:

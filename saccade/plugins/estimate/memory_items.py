@@ -110,8 +110,11 @@ def memory_of(plan: Plan) -> Memory:
     if plan.generates and plan.device.is_gpu and chosen.replicas:
         share = 1 if chosen.engine == "embedded" else chosen.memory_share
         engine = free = min(plan.limit, share * plan.device.memory)
-        held, note = plan.policy.weights / GIB / chosen.tensor_parallel, f"rollout.replicas={chosen.replicas}"
-        always.append(Item(name="weights of an engine", gib=held, phase="rollout", note=f"{note}, on other GPUs"))
+        held, note = (
+            plan.policy.weights / GIB / chosen.tensor_parallel,
+            f"rollout.replicas={chosen.replicas}, on GPUs with {engine:.1f}",
+        )
+        always.append(Item(name="weights of an engine", gib=held, phase="rollout", note=note))
     rollout = _rollout(plan, free - total(always, "rollout")) if plan.generates else []
     return Memory(items=(*always, *rollout, *update), limit=plan.limit, engine=engine)
 

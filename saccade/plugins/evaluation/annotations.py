@@ -59,7 +59,7 @@ def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False
     with out.open("w", encoding="utf-8-sig", newline="") as file:  # with a BOM, as spreadsheets expect
         writer = csv.DictWriter(file, SHOWN)
         writer.writeheader()
-        writer.writerows({n: f"'{v}" if str(v).startswith(FORMULA) else v for n, v in row.items()} for row in made)
+        writer.writerows({name: _harmless(value) for name, value in row.items()} for row in made)
     return len(made)
 
 
@@ -87,6 +87,11 @@ def _file(medium: Mapping[str, Any], folder: Path) -> str:
     return str(medium.get("path") or next(stored, medium["hash"]))
 
 
+def _harmless(value: Any) -> Any:
+    """Text that a spreadsheet would take for a formula, marked as text; a negative number stays one."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+
 # -- read back --------------------------------------------------------------------------------------
 
 
@@ -112,10 +117,12 @@ def read_annotations(folder: Path, file: Path, out: Path | None = None) -> tuple
     )
     differ = [key for key, (rule, person) in pairs.items() if rule != person]
     listed = tuple((*key, *("right" if side else "wrong" for side in pairs[key])) for key in differ)
-    tables = [table, Table(title="Where they differ", columns=(*KEY, "verifier", "person"), rows=listed)]
+    tables = [table]
+    if differ:
+        tables.append(Table(title="Where they differ", columns=(*KEY, "verifier", "person"), rows=listed))
     whole = folder.resolve()
     free = (path for path in numbered(whole.with_name(f"{whole.name}-human")) if not path.exists())
-    return tables[: 2 if differ else 1], _rescored(rows, said, out or next(free))
+    return tables, _rescored(rows, said, out or next(free))
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:

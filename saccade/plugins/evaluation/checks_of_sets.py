@@ -33,8 +33,8 @@ def with_blind(sets: Mapping[str, Dataset]) -> dict[str, Dataset]:
 
 
 def _without_media(sample: Sample) -> Sample:
-    words = (replace(m, parts=tuple(part for part in m.parts if isinstance(part, str))) for m in sample.messages)
-    return replace(sample, messages=tuple(words))
+    bare = (replace(m, parts=tuple(part for part in m.parts if isinstance(part, str))) for m in sample.messages)
+    return replace(sample, messages=tuple(bare))
 
 
 def sight_gain(seeing: Iterable[Row], blind: Iterable[Row]) -> dict[str, float]:

@@ -100,10 +100,8 @@ def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
         raise ConfigError(f"no scored item is in both evaluations: {has}; evaluate the same sets")
     notes = list[str]()
     for folder, rows in zip((first, second), found, strict=True):
-        notes += [
-            f"{folder}: {line}"
-            for line in unfinished(read_results(folder, notes.append), read_facts(folder, notes.append))
-        ]
+        open_sets = unfinished(read_results(folder, notes.append), read_facts(folder, notes.append))
+        notes += [f"{folder}: {line}" for line in open_sets]
         if rest := len(rows) - len(shared):
             notes.append(f"{rest} scored items are in {folder} only and do not count.")
     changed = sum(found[0][key][0][0].get("prompt") != found[1][key][0][0].get("prompt") for key in shared)

@@ -253,7 +253,11 @@ def skip_unread_layers(model: Any) -> None:
     states = [chosen] if isinstance(chosen, int) else chosen
     read = max(index if index >= 0 else len(layers) + 1 + index for index in states)
     for part in (*layers[read:], *([tower.head] if hasattr(tower, "head") else [])):
-        part.forward, part.unread = (lambda states, *_, **__: states), True
+        part.forward, part.unread = _as_given, True
+
+
+def _as_given(hidden_states: Any, *arguments: Any, **options: Any) -> Any:
+    return hidden_states
 
 
 def _prepare(model: Any) -> None:

@@ -41,10 +41,10 @@ def ray(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitS
     group, end = _reserve(cluster, gpus, exits), time.monotonic() + JOIN_LIMIT
     needed = f"{_options(settings.size, beside)} needs {len(gpus)} cores and {sum(gpus)} GPUs of the Ray cluster"
     if not group.wait(1):
-        log.info(f"waiting for room: {needed}; free are {_counted(cluster.available_resources())}")
+        log.info(f"waiting for room: {needed}; free: {_counted(cluster.available_resources())}")
     while not group.wait(1):  # not longer: Ray holds back Ctrl-C meanwhile
         if time.monotonic() > end:
-            raise EnvironmentProblem(f"{needed}, which has no room; free are {_counted(cluster.available_resources())}")
+            raise EnvironmentProblem(f"{needed}, which has no room; free: {_counted(cluster.available_resources())}")
     token = secrets.token_hex(16)
     reception = exits.enter_context(Reception(0, token, versions()))
     address = f"{cluster.util.get_node_ip_address()}:{reception.port}"

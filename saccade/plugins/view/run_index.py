@@ -85,9 +85,8 @@ class Runs:
             read[file] = self._of_file(file).rollouts
             found += read[file]
         else:  # of a set that ended meanwhile: whole rollouts are written before those of samples.jsonl
-            read |= {
-                f: self._of_file(f).rollouts for f in _rollout_files(folder) if f not in read and f.name != SAMPLES
-            }
+            later = [file for file in _rollout_files(folder) if file not in read and file.name != SAMPLES]
+            read |= {file: self._of_file(file).rollouts for file in later}
         with self._lock:
             order, placed = self._order.setdefault(folder, ([], {}))
             for file, stored in read.items():

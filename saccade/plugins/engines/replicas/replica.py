@@ -28,7 +28,7 @@ from saccade.system.process import LOOK_EVERY, LOST, Block, Child
 from saccade.types import Completion, Request
 
 START_LIMIT = 1800.0  # seconds without a word of a process that starts: it imports libraries
-LOAD_SILENCE = 120.0  # the same of a process that has reported, and still loads: no thread may run for a while
+LOAD_SILENCE = 120.0  # seconds without a word of a process that loads: one call may hold up its reports
 REPORT_EVERY = 1.0  # seconds between two signs of life
 ANSWER_LIMIT = 60.0  # seconds for the process to read what it is sent
 STEP_LIMIT = 1800.0  # seconds of one step of the engine, including the first, which may compile kernels
@@ -108,8 +108,8 @@ class Replica:
             block = child.receive(LOOK_EVERY)
             if block is None:
                 silent = silent + LOOK_EVERY if child.channel.received == before else 0.0
-                quiet = REPORT_EVERY + (self.silence_limit if self._ready else LOAD_SILENCE)
-                limit = quiet if reports else START_LIMIT
+                quiet = self.silence_limit if self._ready else LOAD_SILENCE
+                limit = REPORT_EVERY + quiet if reports else START_LIMIT
                 if silent > limit:
                     raise Died(f"timed out: it said nothing for {limit:g} s")
                 continue
