@@ -70,7 +70,7 @@ class Item:
 class Memory:
     items: tuple[Item, ...]
     limit: float  # GiB that can be planned with
-    engine: float = 0.0  # the same on a GPU of a replica, if rollouts are there
+    engine_limit: float = 0.0  # the same on a GPU of a replica, if rollouts are there
 
     @property
     def peaks(self) -> dict[str, float]:
@@ -81,10 +81,10 @@ class Memory:
         return all(peak <= self.room(phase) for phase, peak in self.peaks.items())
 
     def room(self, phase: str) -> float:
-        return self.engine if self.engine and phase == "rollout" else self.limit
+        return self.engine_limit if self.engine_limit and phase == "rollout" else self.limit
 
     def during(self, phase: str) -> list[Item]:
-        phases = {phase} if self.engine and phase == "rollout" else {"always", phase}
+        phases = {phase} if self.engine_limit and phase == "rollout" else {"always", phase}
         return [item for item in self.items if item.phase in phases]
 
     @property
@@ -106,17 +106,17 @@ def memory_of(plan: Plan) -> Memory:
     always = _always(plan)
     free = plan.limit - total(always, "always")
     update = max((_update(plan, learner, free) for learner in plan.learners), key=total)
-    chosen, engine = plan.config.rollout, 0.0
+    chosen, engine_limit = plan.config.rollout, 0.0
     if plan.generates and plan.device.is_gpu and chosen.replicas:
         share = 1 if chosen.engine == "embedded" else chosen.memory_share
-        engine = free = min(plan.limit, share * plan.device.memory)
+        engine_limit = free = min(plan.limit, share * plan.device.memory)
         held, note = (
             plan.policy.weights / GIB / chosen.tensor_parallel,
-            f"rollout.replicas={chosen.replicas}, on GPUs with {engine:.1f}",
+            f"rollout.replicas={chosen.replicas}, on GPUs with {engine_limit:.1f}",
         )
         always.append(Item(name="weights of an engine", gib=held, phase="rollout", note=note))
     rollout = _rollout(plan, free - total(always, "rollout")) if plan.generates else []
-    return Memory(items=(*always, *rollout, *update), limit=plan.limit, engine=engine)
+    return Memory(items=(*always, *rollout, *update), limit=plan.limit, engine_limit=engine_limit)
 
 
 # -- items in all phases ---------------------------------------------------------------------------

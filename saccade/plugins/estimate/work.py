@@ -234,7 +234,7 @@ def pace_of(plan: Plan, memory: Memory) -> Pace:
 
 def _rollout_seconds(plan: Plan, made: flops.Generation, peak: float, bandwidth: float, *, pool: float) -> float:
     """Seconds to sample a step, with as many sequences at a time as fit into the KV cache (`pool` GiB): on each GPU
-    that trains, or on each engine beside them, which may have several GPUs and divides the prompts with the others.
+    that trains, or on each engine beside them, which may have several GPUs and shares the prompts with the others.
     """
     rollout, shape, own = plan.config.rollout, plan.policy.shape, float(plan.config.train.prompts_per_step)
     least, at_once, gpus = LAYER.get(plan.config.model.train, LAYER["full"]), plan.sequences, 1
