@@ -39,6 +39,7 @@ STORED = re.compile(
     r"|mismatch/(ess|logp_gap_max)|data/staleness_mean|time/validation"
 )
 STEPS, SAID, LONG = 60, 4, 80  # also so many answers, cut to so many characters
+QUIT = b"quit -t 10\n"  # seconds, after which the daemon no longer waits for its server: that may take for ever
 COMPUTES = "import torch; torch.ones(1, device='cuda').sum().item()"
 REHEARSED, FEW = ("run.max_steps=2", "train.warmup=0"), 8  # of --rehearse: steps of an arm, items of a validation set
 
@@ -182,13 +183,13 @@ def shared_gpu(at_once: int) -> Iterator[None]:
     started = control and subprocess.run([control, "-d"], **quiet).returncode == 0  # 1: it runs already
     if started and (asked := subprocess.run([sys.executable, "-c", COMPUTES], capture_output=True)).returncode:
         print(f"without MPS: {asked.stderr.decode(errors='replace').strip().rpartition(chr(10))[2]}", flush=True)
-        subprocess.run([control], input=b"quit\n", **quiet)
+        subprocess.run([control], input=QUIT, **quiet)
         started = False
     try:
         yield
     finally:
         if started:
-            subprocess.run([control], input=b"quit\n", **quiet)
+            subprocess.run([control], input=QUIT, **quiet)
 
 
 def curves_of(out: Path, job: Job) -> tuple[dict[str, Any], str]:

@@ -162,12 +162,12 @@ def test_mps_runs_beside_runs_that_share_a_gpu(
         log.write_text("")
         with arms.shared_gpu(at_once):
             log.write_text(log.read_text() + "runs\n")
-        return log.read_text().split()
+        return log.read_text().splitlines()
 
     monkeypatch.setattr(arms, "COMPUTES", "pass")
-    assert said(4) == ["-d", "runs", "quit"] and said(1) == ["runs"]
+    assert said(4) == ["-d", "runs", "quit -t 10"] and said(1) == ["runs"]
     monkeypatch.setattr(arms, "COMPUTES", "raise OSError('no server')")
-    assert said(4) == ["-d", "quit", "runs"] and "without MPS: OSError: no server" in capsys.readouterr().out
+    assert said(4) == ["-d", "quit -t 10", "runs"] and "without MPS: OSError: no server" in capsys.readouterr().out
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert said(4) == ["runs"] and arms.of_gpu("name") == ""
 

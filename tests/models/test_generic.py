@@ -252,6 +252,23 @@ def test_the_proof_sees_mistakes(kind, name, mistakes, dtype, monkeypatch):
             assert differing(wrong, model).what == seen
 
 
+def test_rounding_is_told_from_a_mistake(kind, monkeypatch):
+    """Experts are chosen by rounded numbers: half precision is far from itself where it is rounded in another way."""
+    family, model = kind("kimi_k25", torch.bfloat16)
+    packed, weights = proof.packed_rows, {name: one.clone() for name, one in model.state_dict().items()}
+
+    def without_rounding(*given):
+        with proof._in_float32(model, family):
+            return packed(*given)
+
+    monkeypatch.setattr(proof, "packed_rows", without_rounding)
+    rows = [*proof.comparisons(model, family, filler=64)]
+    assert all(row.agrees for row in rows) and rows[-1].limit == 1e-4
+    assert all(one.dtype == weights[n].dtype and one.equal(weights[n]) for n, one in model.state_dict().items())
+    refused = [row.what for row in proof.comparisons(model, DOUBLED(family, model)[0], filler=64) if not row.agrees]
+    assert refused[0] == "last states"
+
+
 def test_a_prompt_that_sees_itself_both_ways_is_refused(kind):
     family, model = kind("paligemma")
     found = differing(family, model)

@@ -37,6 +37,7 @@ from saccade.models.heads import language_head
 from saccade.models.load import hidden_states, media_inputs
 from saccade.plugins.families.door import cast, door
 from saccade.plugins.families.picture_processor import BESIDE
+from saccade.plugins.ranks.by_rows import keep_rows
 from saccade.plugins.ranks.machines import agreed
 from saccade.trainer import model_state
 from saccade.trainer.forward_inputs import inputs_of
@@ -44,6 +45,7 @@ from saccade.types import Group, Media, Message, Rendered, Sample, Source, Traje
 
 WATCHED = "saccade_probe"
 GAPS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}  # of the largest number
+ROUNDINGS = 3  # of half precision, measured: two ways to compute round, and not of all rows alike
 FILLER = 16_384  # tokens before a row: as many as a forward may have
 LONGEST_ROW = 8_192  # of a row that is longer than a window
 # Sizes of a picture, up to the usual data.max_pixels: the first that is cut into several squares is looked at.
@@ -107,11 +109,23 @@ def prove(model: Any, family: Family) -> None:
 
 
 def comparisons(model: Any, family: Family, *, filler: int = FILLER) -> Iterator[Compared]:
-    """Comparison after comparison; whoever reads them may stop at one that does not agree."""
-    training = model.training
+    """Comparison after comparison; whoever reads them may stop at one that does not agree. What may be rounding, since
+    transformers itself is as far from float32, is compared again in float32, all of it.
+    """
+    training, half = model.training, model.dtype in (torch.bfloat16, torch.float16)
     model.eval()
     try:
-        yield from _comparisons(model, family, filler)
+        for row in _comparisons(model, family, filler):
+            if not (half and 0 < row.limit < row.gap < math.inf):
+                yield row
+                continue
+            rows = probes(family)
+            rounded = _by_transformers(model, rows)
+            with suppress(torch.OutOfMemoryError), _in_float32(model, family):
+                if row.gap <= ROUNDINGS * max(map(_gap, rounded, _by_transformers(model, rows))):
+                    yield from _comparisons(model, family, filler)
+                    return
+            yield row
     except EnvironmentProblem:
         raise
     except Exception as error:
@@ -119,6 +133,33 @@ def comparisons(model: Any, family: Family, *, filler: int = FILLER) -> Iterator
         raise EnvironmentProblem(f"{family.path}: a model of type {family.name!r} {why}; use another model") from error
     finally:
         model.train(training)
+
+
+@torch.no_grad()
+def _by_transformers(model: Any, rows: Sequence["ProofRow"]) -> list[Tensor]:
+    return [found for row in rows for found in theirs(model, row)[0]]
+
+
+@contextmanager
+def _in_float32(model: Any, family: Family) -> Iterator[None]:
+    """Weights of half precision are the same numbers there, and afterwards again."""
+    halves = [one for one in (*model.parameters(), *model.buffers()) if one.dtype == model.dtype]
+    half = model.dtype
+
+    def cast_all(dtype: torch.dtype) -> None:
+        for one in halves:
+            if hasattr(one, "rows"):
+                one.rows = one.rows.to(dtype)
+                keep_rows([one])
+            else:
+                one.data = one.data.to(dtype)
+        family.reader.keep_for(dtype)
+
+    try:
+        cast_all(torch.float32)
+        yield
+    finally:
+        cast_all(half)
 
 
 def _comparisons(model: Any, family: Family, filler: int) -> Iterator[Compared]:
