@@ -3,6 +3,7 @@ the loss is few calls from the loop.
 """
 
 import ast
+import inspect
 import subprocess
 import sys
 import traceback
@@ -16,8 +17,10 @@ import pytest
 
 from saccade.algorithms.policy_losses import LOSSES
 from saccade.recipes import rl
+from saccade.registry import HOOKS
 
-PACKAGE = Path(__file__).resolve().parents[1] / "saccade"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "saccade"
 LEVELS = (
     ("types", "config", "errors", "registry", "user_code"),
     ("media",),
@@ -101,7 +104,7 @@ def test_imports_point_to_lower_levels_or_stay_at_home():
 def edges() -> dict[str, set[str]]:
     """Module -> modules of the package that it imports, including those imported for type checkers only."""
     trees = dict(modules())
-    names = {path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in trees}
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in trees}
     names = {path: name.removesuffix(".__init__") for path, name in names.items()}
     found: dict[str, set[str]] = {name: set() for name in names.values()}
     for path, tree in trees.items():
@@ -192,7 +195,7 @@ explain("dapo"), saccade.load_config({"train.lr": 1e-6})
 assert CliRunner().invoke(app, ["--help"]).exit_code == 0 and not equivalent("2x", "x", formulas=False)
 print({"torch", "transformers", "datasets", "pandas", "sympy"} & set(sys.modules))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "set()", done.stderr
 
 
@@ -244,6 +247,23 @@ def test_no_function_has_more_than_eight_parameters() -> None:
         if len(parameters(node)) > 8 and not file.startswith("plugins/gpu/")  # kernels and their launchers
     }
     assert found == set()
+
+
+def test_hooks_are_called_with_what_they_take() -> None:
+    """Type checks do not see through the table."""
+    beside = [path for name in ("benchmarks", "experiments", "scripts") for path in (ROOT / name).rglob("*.py")]
+    trees = [*(tree for _, tree in modules()), *(ast.parse(path.read_text(encoding="utf-8")) for path in beside)]
+    seen = set()
+    for call in [node for tree in trees for node in nodes(tree) if isinstance(node, ast.Call)]:
+        match call.func:
+            case ast.Subscript(value=ast.Name(id="HOOKS"), slice=ast.Constant(value=name)):
+                places = [one for one in call.args if not isinstance(one, ast.Starred)]
+                named = {word.arg: word for word in call.keywords if word.arg}
+                signature, count = inspect.signature(HOOKS[name]), len(call.args) + len(call.keywords)
+                bind = signature.bind if count == len(places) + len(named) else signature.bind_partial
+                bind(*places, **named)
+                seen.add(name)
+    assert len(seen) > 40
 
 
 def lines_of_code(path: Path, tree: ast.Module) -> int:
