@@ -102,11 +102,11 @@ class Sampler:
             repeats=self.algorithm.samples_per_prompt,
             greedy=self.algorithm.estimator.greedy,
             name=f"{draw.name}|",
-            heard=draw.heard,
+            generated=draw.generated,
             on_finish=rewards.submit,
         )
-        if ahead.replay is not None and draw.heard.keys() != started.places.keys():
-            theirs, ours = len(draw.heard), len(started.places)
+        if ahead.replay is not None and draw.generated.keys() != started.places.keys():
+            theirs, ours = len(draw.generated), len(started.places)
             differ = f"draw {draw.name} has {theirs} answers, here it asks for {ours}"
             raise ConfigError(f"rollout.record={ahead.replay}: {differ}; use train.samples_per_prompt of that run")
         ahead.begun.append(Begun(draw, started, rewards))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from saccade.errors import ConfigError
-from saccade.rollout.collect import NOTHING, Heard, Pool, Started
+from saccade.rollout.collect import NOTHING, Generated, Pool, Started
 from saccade.rollout.scoring import RewardStream
 from saccade.rollout.stored import load_records, record_files
 from saccade.system.codec import Arrays, decode, encode
@@ -35,7 +35,7 @@ class Draw(NamedTuple):
     name: str  # seeds their noise
     step: int  # that they were drawn for; passed to rewards
     samples: Sequence[Sample]
-    heard: Mapping[str, Heard] = NOTHING  # completions from a checkpoint, or from the run that is repeated
+    generated: Mapping[str, Generated] = NOTHING  # completions from a checkpoint, or from the run that is repeated
 
 
 class Begun(NamedTuple):
@@ -81,7 +81,7 @@ class RolloutsAhead:
 
     def snapshot(self) -> None:
         """At the end of a step: take the snapshot of started draws that a checkpoint stores."""
-        self._saved = [*(draw._replace(heard=started.heard()) for draw, started, _ in self.begun), *self.stored]
+        self._saved = [*(draw._replace(generated=started.generated()) for draw, started, _ in self.begun), *self.stored]
 
     def saved_bytes(self) -> int:
         return 0  # negligible next to a model
@@ -107,7 +107,7 @@ class RolloutsAhead:
     def write_record(self, begun: Begun) -> None:
         """Save the completions of a finished draw."""
         if self.record is not None:
-            draw = begun.draw._replace(heard=begun.started.heard())
+            draw = begun.draw._replace(generated=begun.started.generated())
             files = _draw_files(draw.name, [draw])
             write_files(self.record, [(f"{path}.unfinished", writer) for path, writer in files])
             for path, _ in files:  # last the .json file, whose existence marks a complete record
@@ -126,18 +126,18 @@ class RolloutsAhead:
         if theirs != ours:
             differ = f"draw {draw.name} asked {', '.join(theirs)}, here it asks {', '.join(ours)}"
             raise ConfigError(f"rollout.record={self.replay}: {differ}; use the config.yaml of that run")
-        return draw._replace(heard=found.heard)
+        return draw._replace(generated=found.generated)
 
     def _load(self, folder: Path, name: str) -> list[Draw]:
         rows, arrays = load_records(folder, name)
-        kinds, draws = get_type_hints(Heard).values(), []
+        kinds, draws = get_type_hints(Generated).values(), []
         for row in rows:
-            heard = {
-                key: Heard(*(decode(kind, some, arrays) for kind, some in zip(kinds, told, strict=True)))
-                for key, told in row["heard"].items()
+            generated = {
+                key: Generated(*(decode(kind, some, arrays) for kind, some in zip(kinds, told, strict=True)))
+                for key, told in row["generated"].items()
             }
             samples = [self.sample_of(name) for name in row["samples"]]
-            draws.append(Draw(**row | {"samples": samples, "heard": heard}))
+            draws.append(Draw(**row | {"samples": samples, "generated": generated}))
         return draws
 
 
@@ -146,8 +146,8 @@ def _draw_files(name: str, draws: Sequence[Draw]) -> list[File]:
     rows = []
     for draw in draws:
         said = {}
-        for number, (key, told) in enumerate(draw.heard.items()):
+        for number, (key, told) in enumerate(draw.generated.items()):
             columns = zip(told._fields, told, strict=True)
             said[key] = [encode(some, arrays, name=f"{draw.name}/{number}/{column}") for column, some in columns]
-        rows.append(draw._asdict() | {"samples": [sample.id for sample in draw.samples], "heard": said})
+        rows.append(draw._asdict() | {"samples": [sample.id for sample in draw.samples], "generated": said})
     return record_files(name, rows, arrays)

@@ -38,14 +38,14 @@ IDLE = 0.02  # seconds between two looks at environments in the background
 OnFinish = Callable[[Sample, Trajectory], None]
 
 
-class Heard(NamedTuple):
+class Generated(NamedTuple):
     """The completions of one episode: those of finished turns, and the partial one of an interrupted turn."""
 
     turns: tuple[Completion, ...] = ()
     beginning: Completion | None = None
 
 
-NOTHING: Mapping[str, Heard] = {}
+NOTHING: Mapping[str, Generated] = {}
 
 
 @dataclass(kw_only=True)
@@ -72,9 +72,9 @@ class Started:
     done: dict[tuple[int, int], Trajectory]
     on_finish: OnFinish | None
 
-    def heard(self) -> dict[str, Heard]:
+    def generated(self) -> dict[str, Generated]:
         """The completions so far, by key."""
-        return {key: Heard(tuple(one.turns), one.beginning) for key, one in self.running.items()}
+        return {key: Generated(tuple(one.turns), one.beginning) for key, one in self.running.items()}
 
 
 class Pool:
@@ -98,13 +98,13 @@ class Pool:
         repeats: int,
         greedy: bool = False,
         name: str = "",
-        heard: Mapping[str, Heard] = NOTHING,
+        generated: Mapping[str, Generated] = NOTHING,
         on_finish: OnFinish | None = None,
         on_mark: OnFinish | None = None,
     ) -> Started:
         """Start `repeats` episodes per sample. A sample that occurs twice gets other noise the second time. With
         `greedy` each group also gets one rollout at temperature 0, its baseline. `name` is the prefix of request keys,
-        which must be unique in the pool. Episodes with completions in `heard` continue after them. `on_mark` gets each
+        which must be unique in the pool. Episodes continue after their completions in `generated`. `on_mark` gets each
         episode as the smaller turn limits in `limits.marks` would have ended it.
         """
         setups = dict.fromkeys(range(repeats), setup)
@@ -121,7 +121,7 @@ class Pool:
             uids.append(uid)
             for repeat, how in setups.items():
                 key = f"{name}{episode_key(uid, repeat)}"
-                told = heard.get(key, Heard())
+                told = generated.get(key, Generated())
                 own = episode(sample, repeat, uid, how, on_mark and partial(on_mark, sample))
                 places[key] = (index, repeat)
                 running[key] = _Running(episode=own, replayed=[*told.turns], beginning=told.beginning)

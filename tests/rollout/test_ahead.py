@@ -88,7 +88,7 @@ def test_an_interrupted_group_reads_its_picture_once(load, family, play, image):
         pool._poll()
     pool.interrupt()
     engine.sleep()
-    begun = [len(one.beginning.ids) for one in started.heard().values()]
+    begun = [len(one.beginning.ids) for one in started.generated().values()]
     with counted(model) as calls:
         pool.finish(started)
     prompt = len(family.render(sample.messages))
@@ -133,7 +133,7 @@ def test_later_answers_fill_gaps_alone(model, family, play):
         pool.interrupt()
         equal = len({t.response_length for group in groups for t in group.trajectories}) == 1
         assert max(pending) == 6 and equal == ignore_eos
-        assert any(one.turns or one.beginning for one in second.heard().values()) != equal
+        assert any(one.turns or one.beginning for one in second.generated().values()) != equal
 
 
 def test_a_stop_string_over_an_interruption_ends_the_turn(model, family, play):
