@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from saccade.errors import EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem
 
 # Errors of a file system when a path is read or written, and what helps.
 FULL = "free some space, or write to a larger disk"
@@ -32,6 +32,13 @@ def require_writable(path: str | Path, option: str, *, file: bool = False) -> No
     """Refuse a folder, or a file, that cannot be made or written. Nothing is left behind."""
     if found := unwritable(path, option, file=file):
         raise EnvironmentProblem("; ".join(found))
+
+
+def require_new(path: Path, option: str, *, file: bool = True) -> None:
+    """As `require_writable`; refuses also what exists: commands that make data or configs overwrite nothing."""
+    if path.exists():
+        raise ConfigError(f"{option} {path} exists and is not overwritten; give another name")
+    require_writable(path, option, file=file)
 
 
 def unwritable(path: str | Path, option: str, *, file: bool = False) -> tuple[str, str] | None:

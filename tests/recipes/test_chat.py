@@ -54,7 +54,7 @@ def test_a_conversation(folder, picture, tmp_path):
     shown, text = talk["messages"][1]["content"]
     assert shown == {"type": "image", "image": str(picture)} and text["text"] == "how many?"
     assert talk["messages"][2]["content"] in result.stdout
-    for problem in ("exists; give a new name", "file does not exist", "/dance is unknown"):
+    for problem in ("exists and is not overwritten; give another name", "file does not exist", "/dance is unknown"):
         assert problem in result.stdout
     assert "never" not in result.stdout
 
@@ -72,7 +72,7 @@ def test_a_file_of_conversations_gets_the_answers_of_the_terminal(folder, pictur
     assert answers[1]["messages"] == answers[2]["messages"] and answers[0]["tokens"] <= 12
     typed = chat(folder, "--greedy", typed=[f"/image {picture}", "how many?", "exit"])
     assert answers[0]["messages"][1]["content"] in typed.stdout
-    assert "nothing is overwritten" in chat(folder, *options).output
+    assert "is not overwritten" in chat(folder, *options).output
 
     out.unlink()
     (tmp_path / "in.json").write_text(json.dumps(["hello", {"messages": []}, "hello", "hello " * 5000]))

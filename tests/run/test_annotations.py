@@ -32,7 +32,7 @@ def folder(tmp_path):
 def test_what_a_person_says_is_compared_and_scored(folder, tmp_path, ending, monkeypatch):
     file = tmp_path / "new" / f"answers.{ending}"
     assert "wrote 20 answers" in saccade("annotate", folder, "--out", file)
-    assert "exists, and may hold verdicts" in saccade("annotate", folder, "--out", file)
+    assert "exists and is not overwritten" in saccade("annotate", folder, "--out", file)
     assert "no row has a verdict" in saccade("annotate", folder, "--read", file)
     if ending == "csv":
         with file.open(encoding="utf-8-sig", newline="") as lines:

@@ -32,7 +32,7 @@ from saccade.plugins.check_data.self_test import known_answers_by_format
 from saccade.recipes import questions
 from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
-from saccade.system.disk import require_writable
+from saccade.system.disk import require_new, require_writable
 from saccade.types import Media, Sample
 
 TRAINING = ("rl", "sft", "dpo", "reward-model")  # commands for --for
@@ -267,11 +267,10 @@ def write_fixed(report: Report, path: Path) -> list[Path]:
 
 def show(config: Config, *, fix: Path | None = None, out: Path | None = None, **options: Any) -> None:
     """The command. `fix`: file for the good rows; `out`: file for the report as JSON; `options`: those of `run`."""
-    if fix is not None and fix.exists():
-        raise ConfigError(f"--fix {fix} exists; give a new file, nothing is overwritten")
-    for option, path in (("--fix", fix), ("--out", out)):
-        if path is not None:
-            require_writable(path, option, file=True)
+    if fix is not None:
+        require_new(fix, "--fix")
+    if out is not None:
+        require_writable(out, "--out", file=True)
     report = run(config, **options)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)

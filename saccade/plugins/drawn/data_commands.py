@@ -59,13 +59,11 @@ def visual_search(
     from saccade.plugins.drawn.drawn_sets import answer_lines, flags, write_card
     from saccade.plugins.quickstart.counting import write_jsonl
     from saccade.plugins.visual_search.search_scenes import search_split
-    from saccade.system.disk import require_writable
+    from saccade.system.disk import require_new
 
     if not is_name(name):
         raise ConfigError(f"--name {name}: wants one file name without its ending, try train")
-    if (out / f"{name}.jsonl").exists():
-        raise ConfigError(f"{out / name}.jsonl exists and is not overwritten; give another folder or --name")
-    require_writable(out, "OUT")
+    require_new(out / f"{name}.jsonl", "OUT")
     samples = search_split(rows, seed=seed, level=level, kind=kind, grid=grid, view=view)
     path = write_jsonl(samples, out, name=name, budgets=True)
     options = {"rows": rows, "level": level, "kind": kind, "view": view, "grid": grid, "name": name, "seed": seed}

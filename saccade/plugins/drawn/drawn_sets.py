@@ -30,7 +30,7 @@ from saccade import __version__
 from saccade.config import Config, to_yaml
 from saccade.errors import ConfigError, DataError
 from saccade.run.folder import leaves
-from saccade.system.disk import require_writable
+from saccade.system.disk import require_new
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +82,7 @@ def write_set(draw: Draw, plan: Plan) -> str:
         raise ConfigError(f"OUT {path}: wants a name that ends in .jsonl; try {named}")
     if plan.reply and "{answer}" not in plan.reply:
         raise ConfigError(f"--reply {plan.reply!r}: does not say where the answer stands; try --reply '{{answer}}'")
-    if path.exists():
-        raise ConfigError(f"{path} exists and is not overwritten; give another file")
-    require_writable(path, "OUT", file=True)
+    require_new(path, "OUT")
     plan.folder.mkdir(parents=True, exist_ok=True)
     several = ProcessPoolExecutor(plan.workers, get_context("spawn")) if plan.workers > 1 else nullcontext()
     answers, unfit = defaultdict[str, Counter[str]](Counter), list[str]()

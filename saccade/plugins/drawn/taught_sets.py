@@ -19,13 +19,13 @@ from saccade.config import Config, DataConfig, DataSource, load
 from saccade.data import datasets
 from saccade.data.chats import escape
 from saccade.data.prompts import FINAL_PROMPT
-from saccade.errors import ConfigError, DataError
+from saccade.errors import DataError
 from saccade.plugins.check_data.canonical_rows import convert, dialogue_row, to_row
 from saccade.plugins.drawn.drawn_sets import chosen, count_lines, flags, write_card
 from saccade.plugins.evaluation.results import read_lines, to_lines
 from saccade.plugins.generate import generate
 from saccade.run.folder import write_whole
-from saccade.system.disk import require_writable
+from saccade.system.disk import require_new
 from saccade.types import Media, Message, Sample
 
 DESCRIPTION = "A picture is described as follows: {}\n"
@@ -122,9 +122,7 @@ def rewritten(text: str) -> tuple[str, str, str]:
 
 
 def _read(data: DataConfig, source: Path, out: Path) -> Sequence[Sample]:
-    if (out / "train.jsonl").exists():
-        raise ConfigError(f"{out / 'train.jsonl'} exists; give a new folder, nothing is overwritten")
-    require_writable(out, "OUT")
+    require_new(out / "train.jsonl", "OUT")
     return datasets.load([DataSource(path=str(source))], data).samples
 
 

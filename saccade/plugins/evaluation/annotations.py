@@ -26,7 +26,7 @@ from saccade.recipes.accuracy import accuracy
 from saccade.run.folder import TRAJECTORIES
 from saccade.run.metrics import RIGHT
 from saccade.run.statistics import wilson
-from saccade.system.disk import require_writable
+from saccade.system.disk import require_new
 from saccade.types import ALWAYS_EXCLUDED
 
 Row = dict[str, Any]
@@ -45,11 +45,9 @@ def write_annotations(folder: Path, out: Path, rows: int = 0, hide: bool = False
     """
     if out.suffix not in (".csv", ".jsonl"):
         raise ConfigError(f"--out {out}: ends in neither .csv nor .jsonl; try --out answers.csv")
-    if out.exists():
-        raise ConfigError(f"--out {out}: exists, and may hold verdicts; name a new file")
     if not (scored := _scored(folder)):
         raise ConfigError(f"{folder}: no answer has a score, as those of pairs have none; name one that scored answers")
-    require_writable(out, "--out", file=True)
+    require_new(out, "--out")
     out.parent.mkdir(parents=True, exist_ok=True)
     chosen = np.sort(np.random.default_rng(seed).permutation(len(scored))[: rows or None])
     made = [_shown(row, folder, hide) for row in (scored[index] for index in chosen)]
@@ -197,9 +195,7 @@ def kappa_interval(pairs: Verdicts, items: Sequence[str]) -> tuple[float, float]
 
 def _rescored(rows: Sequence[Row], said: Mapping[tuple[str, str, str], bool], out: Path) -> Path:
     """Write the evaluation with the person's verdicts, where given, as a folder that `saccade compare` reads."""
-    if out.exists():
-        raise ConfigError(f"--out {out}: exists; name a new folder")
-    require_writable(out, "--out")
+    require_new(out, "--out", file=False)
     new = [row | ({"score": float(said[_key(row)]), "reason": "human"} if _key(row) in said else {}) for row in rows]
     out.mkdir(parents=True)
     add_rows(out, new)

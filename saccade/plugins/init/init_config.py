@@ -30,7 +30,7 @@ from saccade.plugins.init.run_page import Guess, Page, run_page
 from saccade.plugins.sokoban import sokoban
 from saccade.system import devices
 from saccade.system.devices import Device
-from saccade.system.disk import require_writable
+from saccade.system.disk import require_new
 from saccade.types import Media, Sample
 
 LOOKED_AT = 200
@@ -70,9 +70,7 @@ def write_config(model: Path, data: Path, out: Path, device: str | None = None) 
     """Write `out`; refuses to replace a file. Returns how a step fits the GPUs of this machine, or one as named."""
     from saccade.plugins.estimate.estimate_command import find_device  # with torch
 
-    if out.exists():
-        raise ConfigError(f"{out} exists; give another name with --out, or remove it")
-    require_writable(out, "--out", file=True)
+    require_new(out, "--out")
     gpu = find_device(device, "auto")
     model_type = _type_of(model)
     format, keys, samples = _first_rows(data)

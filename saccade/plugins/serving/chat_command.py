@@ -29,7 +29,7 @@ from saccade.plugins.reports.rollout_record import message_record
 from saccade.plugins.serving.text_stream import TextStream
 from saccade.recipes import model_setup, run_parts
 from saccade.rollout.episode import noise_key
-from saccade.system.disk import require_writable
+from saccade.system.disk import require_new
 from saccade.types import Completion, Media, Message, Request, Sampling
 
 Say = Callable[[str], None]
@@ -181,7 +181,7 @@ def _greedy(state: ChatState, _: str) -> str:
 
 def _save(state: ChatState, path: str) -> str:
     file = _file(path, "/save chat.json")
-    _require_new(file, "/save")
+    require_new(file, "/save")
     _write([{"messages": _transcript(state.messages)}], file)
     return f"saved to {path}"
 
@@ -214,7 +214,7 @@ def answer_file(config: Config, path: Path, out: Path | None = None, *, greedy: 
         with _reported(rows, index):
             asked[index] = _conversation(item, f"{path}[{index}]", path.absolute().parent, config)
     if out is not None:
-        _require_new(out, "--out")
+        require_new(out, "--out")
     if asked:
         with _opened(config, greedy=greedy) as state:
             requests: dict[int, Request] = {}
@@ -270,12 +270,6 @@ def _conversation(item: Any, where: str, folder: Path, config: Config) -> tuple[
 def _transcript(messages: Sequence[Message]) -> list[dict[str, Any]]:
     name = lambda media: media.path or f"sha256:{media.hash}"  # noqa: E731
     return [message_record(m, name) if m.media else {"role": m.role, "content": m.text} for m in messages]
-
-
-def _require_new(path: Path, option: str) -> None:
-    if path.exists():
-        raise ConfigError(f"{option} {path} exists; give a new name, nothing is overwritten")
-    require_writable(path, option, file=True)
 
 
 def _write(answered: Sequence[Any], out: Path | None) -> None:

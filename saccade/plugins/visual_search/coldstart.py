@@ -33,7 +33,7 @@ from saccade.rewards.reward_sample import reward_sample
 from saccade.rewards.verifiers import VERIFIERS
 from saccade.rollout import env_setup
 from saccade.rollout.env_setup import EnvironmentCall, Failed
-from saccade.system.disk import require_writable
+from saccade.system.disk import require_new
 from saccade.types import STATUS_OF_END, Message, Sample
 
 
@@ -48,9 +48,7 @@ def run(
     if verifier is not None and verifier not in VERIFIERS:
         raise ConfigError(f"--verifier {verifier}: unknown; choose one of {', '.join(VERIFIERS)}")
     path = out / "train.jsonl"
-    if path.exists():
-        raise ConfigError(f"{path} exists; give a new folder, nothing is overwritten")
-    require_writable(out, "OUT")
+    require_new(path, "OUT")
     make = env_setup.environments(config.env, order=answer_places(config.prompt))
     rows = datasets.load([DataSource(path=str(source))], config.data).samples
     _warn(config, rows)
