@@ -127,10 +127,10 @@ def export(
     import_module("saccade.recipes.model_setup").quiet_libraries()
     exporting = import_module("saccade.plugins.export.export")
     if dcp:
-        print(f"wrote {exporting.export_dcp(checkpoint, out)}")
-        return
-    folder = exporting.export(checkpoint, out, dtype, verify, adapter_only, like)
-    print(f"wrote {folder}{exporting.pictures(folder)}")
+        folder = exporting.export_dcp(checkpoint, out)
+    else:
+        folder = exporting.export(checkpoint, out, dtype, verify, adapter_only, like)
+    print(f"wrote {folder}")
 
 
 @command("algorithms", panel="Look", example="saccade algorithms dapo")

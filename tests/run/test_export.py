@@ -17,7 +17,7 @@ from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.plugins.evaluation import evaluate
-from saccade.plugins.export.export import _compare, export, pictures
+from saccade.plugins.export.export import _compare, export
 from saccade.plugins.families.tiny import build
 from saccade.plugins.quickstart.quickstart import WORDS
 from saccade.recipes import questions, rl
@@ -136,4 +136,5 @@ def test_whoever_serves_a_folder_shows_pictures_as_the_run_did(name, tmp_path):
     assert seen == list(grid[: len(seen)])
     # A run that begins there shows what its own budget says.
     assert load_family(str(again)).measure(whole) == load_family(str(folder)).measure(whole)
-    assert pictures(again).endswith("max_patches 4" if cut else "max_pixels 12544")
+    settings = json.loads((again / "preprocessor_config.json").read_text())
+    assert settings["max_patches"] == 4 if cut else settings["max_pixels"] == 12544

@@ -118,13 +118,6 @@ def export_dcp(checkpoint: str | Path, out: str | Path) -> Path:
     return out
 
 
-def pictures(folder: Path) -> str:
-    """The image size limit in the folder's preprocessor config, which servers apply, as part of a sentence."""
-    settings = model_json(folder, file := "preprocessor_config.json")
-    limits = [f"{name} {settings[name]}" for name in ("max_pixels", "max_patches") if name in settings]
-    return f"; {file} shows images with {limits[0]}" if limits else ""
-
-
 def checkpoint_of(path: Path) -> Path:
     """The latest checkpoint of a run folder or of its checkpoints/; a model folder is returned as it is."""
     from saccade.run.checkpoint import complete_steps
