@@ -91,10 +91,8 @@ def resolve_path(source: str | Path, base: Path | None, limits: DataConfig) -> P
 def _from_path(source: str | Path, base: Path | None, limits: DataConfig, name: str | None = None) -> Encoded:
     path, name = resolve_path(source, base, limits), name or str(source)[:200]
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that no file system allows
-        if os.path.exists(path):
-            what = "a folder" if os.path.isdir(path) else "not a regular file"
-            raise ImageError(f"{name}: is {what}; give the path of a file")
-        raise ImageError(f"{name}: file does not exist in {path.parent}")
+        problem = "is no regular file" if os.path.exists(path) else "file does not exist"
+        raise ImageError(f"{name}: {problem} in {path.parent}")
     try:
         return Encoded(name, path.read_bytes(), str(path))
     except OSError as error:
