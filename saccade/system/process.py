@@ -2,10 +2,9 @@
 
 A child runs a module, with a socket as its standard input. Both sides send blocks of JSON and arrays (`codec.pack`). A
 child leads its own process group, so the processes it starts are killed with it, and it exits when its parent is gone,
-for whatever reason. What it prints cannot disturb the socket: it goes to the standard error of the parent, up to a
-limit, or to a log.
+for whatever reason. What it prints cannot disturb the socket: it goes to the standard error of the parent, or to a log.
 
-    child = Child("saccade.plugins.reward_workers.worker", who="a reward")     # in the parent
+    child = Child("saccade.plugins.reward_workers.worker")      # in the parent
     reply = child.ask({"verifier": "count"}, seconds=10).row
     child.close()
 
@@ -15,7 +14,6 @@ limit, or to a log.
 
 import ctypes
 import faulthandler
-import logging
 import os
 import queue
 import select
@@ -28,9 +26,8 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -38,7 +35,6 @@ from saccade.system.codec import NO_ARRAYS, Arrays, pack, unpack
 
 SIZE = struct.Struct("<Q")  # prefix of a block: its size
 LARGEST = 64 << 20  # bytes of a block from a process with the user's code
-SHOWN = 1 << 18  # bytes of a child's output that are forwarded
 LOOK_EVERY = 1.0  # seconds between two checks that the other process is alive
 DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl
 STACKS = "SACCADE_STACKS"  # variable with the file to which a child dumps its stacks on SIGUSR1
@@ -169,14 +165,13 @@ class Process:
 
 class Child(Process):
     """A process that runs a module of this package. A child that is tied to its parent ends with the thread that
-    started it. `who` names it in the warning about too much output; a `log` receives all output.
+    started it.
     """
 
     def __init__(
         self,
         module: str,
         *,
-        who: str = "a process",
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
         largest: int | None = LARGEST,
@@ -186,7 +181,7 @@ class Child(Process):
         root = str(Path(__file__).resolve().parents[2])
         search = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         link, theirs = socket.socketpair()
-        with theirs, log.open("ab") if log else nullcontext(subprocess.PIPE) as errors:
+        with theirs, log.open("ab") if log else nullcontext() as errors:
             self.popen = subprocess.Popen(
                 [sys.executable, *(("-c", TIED, module) if tied else ("-m", module))],
                 stdin=theirs.fileno(),
@@ -196,7 +191,6 @@ class Child(Process):
                 env={**os.environ, "PYTHONPATH": search, **(environment or {})},
             )
         super().__init__(Channel(link, largest=largest))
-        self._shown = show_output(self.popen.stderr, who) if self.popen.stderr else None
 
     def receive(self, seconds: float) -> Block | None:
         """`Channel.receive`; also polls the process, as its children may keep the socket open after it has ended."""
@@ -225,38 +219,6 @@ class Child(Process):
             with suppress(ProcessLookupError):  # another thread has just reaped it
                 os.killpg(self.popen.pid, signal.SIGKILL)
         self.popen.wait()
-
-    def close(self) -> None:
-        super().close()
-        if self._shown is not None:
-            self._shown.join(timeout=1)
-
-
-def show_output(pipe: IO[bytes], who: str) -> threading.Thread:
-    """Forward what a process prints, up to SHOWN bytes; the rest is read and dropped, as a full pipe would block the
-    process. The thread ends when the last writer has closed the pipe.
-    """
-
-    def forward() -> None:
-        left = SHOWN
-        with pipe:
-            while data := os.read(pipe.fileno(), 1 << 16):
-                with suppress(OSError):  # standard error may be closed
-                    os.write(2, data[: max(0, left)])
-                left -= len(data)
-                if left < 0:
-                    _say_enough(who)
-
-    thread = threading.Thread(target=forward, name="output", daemon=True)
-    thread.start()
-    return thread
-
-
-@cache
-def _say_enough(who: str) -> None:
-    logging.getLogger("saccade").warning(
-        "%s printed more than %d kB; of each of its processes only that much is shown", who, SHOWN >> 10
-    )
 
 
 # -- in the child ----------------------------------------------------------------------------------

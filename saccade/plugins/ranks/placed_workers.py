@@ -35,7 +35,7 @@ def move_workers(pool: WorkerPool, placed: Callable[[], Link]) -> None:
 
 def serve(channel: Channel, controller: str | None = None) -> None:
     """Runs in the placed process: relay messages until either side ends."""
-    child = Child(WORKER, who="a reward", tied=True)
+    child = Child(WORKER, tied=True)
 
     def pass_on() -> None:
         try:

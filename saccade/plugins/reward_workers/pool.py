@@ -234,7 +234,7 @@ class WorkerPool:
 
 
 def start_worker() -> Child:
-    return Child(WORKER, who="a reward")
+    return Child(WORKER)
 
 
 def _fail(jobs: Iterable[_Job], reason: str) -> None:

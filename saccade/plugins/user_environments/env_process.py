@@ -57,7 +57,7 @@ class Host:
     def __init__(self, env: EnvConfig) -> None:
         self.env = env
         self.live: weakref.WeakSet[Hosted] = weakref.WeakSet()
-        self.child = Child(MODULE, who=f"env.name={env.name}")
+        self.child = Child(MODULE)
         atexit.register(self.close)
         try:
             ready = self.child.ask({"env": env.model_dump(mode="json")}, seconds=START_LIMIT).row
