@@ -1,6 +1,5 @@
 """A rank without a model whose calls go wrong in one of two ranks, or are slow."""
 
-import os
 import threading
 import time
 from typing import Any
@@ -45,14 +44,20 @@ class StallingRank(rank_process.Visitor):
 
     def loops(self, second: bool) -> float:
         while second:
-            os.getpid()
+            work()
         return self.in_order(second)
 
     def is_slow(self, second: bool) -> float:
         end = time.monotonic() + (2.5 if second else 0.5)
         while time.monotonic() < end:
-            sum(range(1000))
+            work()
         return self.in_order(second)
+
+
+def work() -> None:
+    """With a fifth of a core, which counts as progress."""
+    sum(range(100_000))
+    time.sleep(0.01)
 
 
 if __name__ == "__main__":
