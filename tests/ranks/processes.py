@@ -23,6 +23,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -37,8 +38,10 @@ LOCK = threading.Lock()  # runs start and look after their processes in several 
 FORKING: Any = multiprocessing.get_context("forkserver")
 OURS = ("saccade.plugins.ranks.rank_process", "saccade.plugins.ranks.sharded", "tests.ranks.processes")
 FORKING.set_forkserver_preload([*OURS, "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "peft"])
-# What every fork would do again: transformers compiles the patterns of its names, and writes configs out to check them.
+# What every fork would do again: transformers compiles the patterns of its names, and writes configs out to check them;
+# Pillow imports its formats.
 get_checkpoint_conversion_mapping("qwen2_5_vl")
+Image.init()
 PreTrainedConfig.__repr__ = object.__repr__  # type: ignore[method-assign]
 
 

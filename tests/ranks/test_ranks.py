@@ -430,7 +430,7 @@ def test_ray_replaces_an_engine_and_a_run_goes_on_without_a_machine_that_is_lost
     ):
         with monkeypatch.context() as patch, pytest.raises(kind, match=rf"(?s)Ray: .*{why}") as raised:
             patch.setattr(ray_cluster, "run_rank", task)
-            rl.run(load(options, [more[0], f"run.name={task.__name__}"]))
+            rl.run(load(options, [more[0], "run.gpus=2", "rollout.replicas=0", f"run.name={task.__name__}"]))
         assert raised.type is kind
     done = CliRunner().invoke(app, ["rl", str(file), *more], env={"COLUMNS": "300"})
     saved = re.search(r"step (\d) is saved in", done.output)  # when the machine was lost: later ones are repeated
