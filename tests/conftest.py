@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from _pytest.assertion import rewrite
 
 import saccade.models  # noqa: F401  before transformers: else a torchvision for CUDA fails on a CPU
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
@@ -60,16 +61,25 @@ def same_numbers() -> None:
 
 
 @pytest.fixture(autouse=True)
-def quick_configs() -> None:
-    """Makes configs of transformers cheap to read, and to print, as type checks do for a message nobody is shown."""
+def quick_models() -> None:
+    """Makes configs of transformers cheap to read, and to print, as type checks do for a message nobody is shown, and
+    draws no first numbers for a model without storage, which is filled from a folder.
+    """
     config = getattr(sys.modules.get("transformers.configuration_utils"), "PreTrainedConfig", None)
-    if config is not None and config.__repr__ is not object.__repr__:
+    if config is not None and config.__getattribute__.__name__ != "<lambda>":
         own, plain, config.__repr__ = config.__getattribute__, object.__getattribute__, object.__repr__
         config.__getattribute__ = lambda self, name: (
             own(self, name)  # fields that differ by layer
             if "_heterogeneity_spec" in plain(self, "__dict__")
             else plain(self, plain(self, "attribute_map").get(name, name))
         )
+        init = sys.modules["torch.nn.init"]
+        for name in ("kaiming_uniform_", "uniform_", "normal_"):
+            setattr(init, name, functools.partial(_drawn, getattr(init, name)))
+
+
+def _drawn(draw: Callable[..., Any], tensor: Any, *options: Any, **more: Any) -> Any:
+    return tensor if tensor.is_meta else draw(tensor, *options, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -242,6 +252,21 @@ def resumed(
         return whole / last, again / last
 
     return run
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers share the rewriting of assertions, which takes a core eight seconds: each begins with other files."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or sys.dont_write_bytecode:
+        return
+    files = sorted(path for folder in config.args for path in Path(folder).rglob("test_*.py"))
+    begin = len(files) * int(worker[2:]) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    for path in files[begin:] + files[:begin]:
+        cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
+        if not cached.exists():
+            cached.parent.mkdir(exist_ok=True)
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, cached)
 
 
 LONGEST = ("tests/peers", "tests/test_", "tests/trainer", "tests/models", "tests/recipes")

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from saccade import registry
+from tests.ranks.processes import forked, run_command
+
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "plugin"
 
 
@@ -24,12 +27,22 @@ def installed(tmp_path_factory):
     return target
 
 
+def environment(installed):
+    paths = [installed, os.environ.get("PYTHONPATH"), EXAMPLE.parents[1]]
+    return {"PYTHONPATH": os.pathsep.join(str(path) for path in paths if path), "COLUMNS": "100"}
+
+
 def saccade(*arguments, installed, folder):
-    paths = [str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
-    root = str(EXAMPLE.parents[1])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([*paths, root]), "COLUMNS": "100"}
-    command = [sys.executable, "-m", "saccade", *arguments]
+    command, env = [sys.executable, "-m", "saccade", *arguments], os.environ | environment(installed)
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
+
+
+def in_a_fork(site, asked):
+    """A command of a process that has imported torch, and now sees the package."""
+    sys.path.insert(0, site)
+    registry._plugin_rows.cache_clear()
+    registry._named.cache_clear()
+    run_command(asked)
 
 
 def test_an_installed_package_adds_a_command_a_verifier_a_preset_and_an_environment(installed, tmp_path):
@@ -39,8 +52,10 @@ def test_an_installed_package_adds_a_command_a_verifier_a_preset_and_an_environm
     options += ["train.prompts_per_step=2", "train.samples_per_prompt=2", "rollout.max_tokens=8", "run.max_steps=1"]
     options += ["reward.terms=[{verifier: palindrome, args: {least: 2}}]", "reward.self_test=off"]
     options += ["algorithm.preset=grpo_wide", "env.name=guess", "env.args={most: 4}", "env.max_turns=2"]
-    ran = saccade("rl", *options, "run.name=mine", installed=installed, folder=tmp_path)
-    assert ran.returncode == 0, ran.stderr + ran.stdout
+    asked = {"arguments": ["rl", *options, "run.name=mine"], "environment": environment(installed), "folder": tmp_path}
+    ran = forked(in_a_fork, str(installed), asked)
+    ran.join()
+    assert ran.exitcode == 0
     row = json.loads((tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 <= row["reward/mean"] <= 1 and "reward/palindrome" in row, sorted(row)
 

@@ -1,4 +1,4 @@
-"""TRL's own trainers; without TRL all of this folder is skipped."""
+"""TRL's own trainers; without TRL, which takes a second to import, all of this folder is skipped."""
 
 import pytest
 

@@ -15,9 +15,6 @@ from saccade.plugins.preferences.preference_losses import PreferenceLoss, of_ste
 from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, replace
 
-pytest.importorskip("trl")
-pytest.importorskip("datasets")
-
 ROWS = {"prompt": ["how many ?"], "chosen": ["3"], "rejected": ["red"]}
 # TRL's name, its further options, ours.
 CASES = {

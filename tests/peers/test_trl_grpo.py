@@ -22,9 +22,6 @@ from saccade.trainer.losses import PolicyLoss
 from saccade.types import Group, Message, Sample
 from tests.algorithms.by_member import sampled
 
-pytest.importorskip("trl")
-pytest.importorskip("datasets")
-
 SIZE, LIMIT, PROMPTS = 4, 6, 3
 
 

@@ -16,9 +16,6 @@ from saccade.algorithms.objective import objective
 from saccade.algorithms.policy_losses import LossInputs
 from saccade.config import AlgorithmConfig
 
-pytest.importorskip("trl")
-pytest.importorskip("datasets")
-
 FIXED = 13  # of the trainer
 COUNT, WIDTH = 12, 11
 
