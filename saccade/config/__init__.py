@@ -187,8 +187,8 @@ def _value(key: str, text: str) -> Any:
     """Parse the text of an override by the type of its option. None: unset the option."""
     kind = _kind(key)
     if not text:
-        entry = key not in dict(options())  # the key is an entry of a table
-        return "" if key in EMPTY_IS_A_VALUE or (entry and kind is str) else None
+        # A key that is no option is an entry of a table.
+        return "" if key in EMPTY_IS_A_VALUE or (kind is str and key not in dict(options())) else None
     if text not in ("null", "~") and _is_plain(kind, text):
         return text
     try:
@@ -240,20 +240,19 @@ def _full_key(key: str) -> str:
     """The dotted name of an option: `train.lr` stays as it is; a bare leaf such as `resume` becomes `run.resume` if
     only one section has it.
     """
-    for name, field in options():
-        if key.startswith(f"{name}.") and getattr(field.annotation, "__origin__", None) is not dict:
-            raise ConfigError(f"{key}: {name} is set as a whole; write {name}=VALUE")
+    above, fields = key, dict(options())
+    while above := above.rpartition(".")[0]:
+        if above in fields and getattr(fields[above].annotation, "__origin__", None) is not dict:
+            raise ConfigError(f"{key}: {above} is set as a whole; write {above}=VALUE")
     if "." in key or key in Config.model_fields:
         return key
     # Only options directly in a section: `lr` is train.lr, although algorithm.critic has one, too.
     names = [name for name, _ in options(keys=False)]
     homes = [name for name in names if name.count(".") == 1 and name.endswith(f".{key}")]
     homes += [other_names()[0][key]] if homes and key in other_names()[0] else []
-    if len(homes) == 1:
-        return homes[0]
-    if homes:
+    if len(homes) > 1:
         raise ConfigError(f"{key}: several sections have it, write one of {', '.join(homes)}")
-    return key
+    return homes[0] if homes else key
 
 
 LIKE = 0.75  # similarity of two names from which one is suggested for the other

@@ -171,7 +171,7 @@ def test_what_is_right_without_pictures_and_what_was_trained_on(tmp_path, judged
 
 
 def test_what_was_stopped_goes_on_with_the_sets_that_are_missing(tmp_path, judged, scenes, capsys):
-    sets = [str(scenes / "val.jsonl"), {"path": str(scenes / "train.jsonl"), "n": 40}]
+    sets = [str(scenes / "val.jsonl"), {"path": str(scenes / "train.jsonl"), "n": 12}]
     config = judged(tmp_path / "runs", data__val=sets)
     folder = tmp_path / "runs" / "run-eval"
 
@@ -194,7 +194,7 @@ def test_what_was_stopped_goes_on_with_the_sets_that_are_missing(tmp_path, judge
     assert found == evaluate.run(config, out=tmp_path / "whole") and [*found] == ["val", "train"]
     for name in ("results.json", "samples.jsonl"):
         assert (folder / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    assert len(page_data(folder / "report.html")["episodes"]["items"]) == 8 + 16 * 40
+    assert len(page_data(folder / "report.html")["episodes"]["items"]) == 8 + 16 * 12
 
 
 def test_one_greedy_answer_is_the_default(tmp_path, judged, scenes, capsys, monkeypatch):

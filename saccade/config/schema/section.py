@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Annotated, Any, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -32,16 +32,21 @@ class Section(BaseModel):
         """Normalise input: None means the default, one word or record a list of one, ~/ the home folder; booleans are
         not numbers.
         """
-        if not isinstance(values, dict):
+        if not isinstance(values, dict) or not values:
             return values
-        kinds = {name: field.annotation for name, field in cls.model_fields.items()}
+        kinds, paths = _kinds(cls)
         values = {k: v for k, v in values.items() if v is not None or k not in kinds}
         values |= {k: str(v).lower() for k, v in values.items() if isinstance(v, bool) and kinds.get(k) in NUMBERS}
-        words = {k: v for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
-        values |= {key: (word,) for key, word in words.items()}
+        values |= {k: (v,) for k, v in values.items() if isinstance(v, str) and kinds.get(k) in WORDS}
         values = {key: _entries(value, kinds.get(key)) for key, value in values.items()}
-        paths = [k for k in values.keys() & kinds if extra(cls.model_fields[k]).get("path")]
-        return values | {key: _at_home(values[key]) for key in paths}
+        return values | {key: _at_home(values[key]) for key in values.keys() & paths}
+
+
+@cache
+def _kinds(of: type[Section]) -> tuple[dict[str, Any], set[str]]:
+    """The types of the options of a section, and those that are paths."""
+    fields = of.model_fields
+    return {k: field.annotation for k, field in fields.items()}, {k for k in fields if extra(fields[k]).get("path")}
 
 
 def _without_nothing(args: Any) -> Any:
