@@ -113,7 +113,7 @@ def test_a_recipe_runs(name, tmp_path, request):
     command = command_of(name)
     if name != "r1v_geoqa":
         request.getfixturevalue("rewards_here")
-    config = small(name, command, tmp_path)
+    config = load(small(name, command, tmp_path), ["rollout.max_tokens=6", "val.max_tokens=6"])
     last = import_module(f"saccade.{MODULES[command]}").run(config)
     if command == "eval":
         assert all(0 <= found["accuracy"] <= 1 for found in last.values())
