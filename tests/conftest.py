@@ -75,11 +75,8 @@ def quick_models() -> None:
         )
         init = sys.modules["torch.nn.init"]
         for name in ("kaiming_uniform_", "uniform_", "normal_"):
-            setattr(init, name, functools.partial(_drawn, getattr(init, name)))
-
-
-def _drawn(draw: Callable[..., Any], tensor: Any, *options: Any, **more: Any) -> Any:
-    return tensor if tensor.is_meta else draw(tensor, *options, **more)
+            draw = getattr(init, name)
+            setattr(init, name, lambda t, *more, draw=draw, **how: t if t.is_meta else draw(t, *more, **how))
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +49,9 @@ def file(tmp_path, rl_config, scenes):
 class Forked:
     """A command of a process that has imported torch, started as by `subprocess.Popen`."""
 
-    def __init__(self, line: list[str]) -> None:
+    def __init__(self, line: list[str], *, start_new_session: bool) -> None:
+        assert line[:2] == [sys.executable, "-c"] and start_new_session
+        assert "saccade 0" in subprocess.check_output([*line[:3], "--version"], text=True)  # what it would start
         self.process = forked(run_command, {"arguments": line[3:], "environment": {}, "folder": os.getcwd()})
 
     def wait(self) -> int:
@@ -57,9 +60,7 @@ class Forked:
 
 
 def test_a_killed_stage_goes_on_and_what_is_over_is_not_repeated(tmp_path, file, said, monkeypatch):
-    start = subprocess.Popen
-    quick = SimpleNamespace(Popen=lambda line, **how: Forked(line) if "rl" in line else start(line, **how))
-    monkeypatch.setattr(stages, "subprocess", quick)
+    monkeypatch.setattr(stages, "subprocess", SimpleNamespace(Popen=Forked))
     with pytest.raises(typer.Exit) as ended:
         stages.run(file, [], dry_run=False, smoke=False)
     folder = tmp_path / "run"
