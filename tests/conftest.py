@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import os
@@ -130,6 +131,15 @@ def described(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2_vl"}')
     return tmp_path / "model"
+
+
+@pytest.fixture
+def rewards_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs verifiers in this process: none hangs here, and a process takes a second to start."""
+    from saccade.rewards.verifiers import VERIFIERS
+
+    for name, verifier in VERIFIERS.items():
+        monkeypatch.setitem(VERIFIERS, name, dataclasses.replace(verifier, isolated=False))
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ import json
 import math
 import re
 from collections import defaultdict
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -64,13 +63,6 @@ def small(name, command, out):
     config = load(config, [f"run.out={out}", "track.tensorboard=false", "run.device=cpu"])
     check(config, command)
     return config
-
-
-@pytest.fixture
-def rewards_here(monkeypatch):
-    """Runs verifiers in this process: none hangs here, and a process takes seconds to start."""
-    for name, verifier in VERIFIERS.items():
-        monkeypatch.setitem(VERIFIERS, name, replace(verifier, isolated=False))
 
 
 @pytest.mark.parametrize("name", FILES)

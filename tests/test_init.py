@@ -95,7 +95,7 @@ def test_the_reward_follows_from_the_golds(golds, reward):
     assert " ".join(guess_reward(samples)[:2]).strip() == reward
 
 
-def test_golds_that_are_letters_get_a_reward_of_their_own(tmp_path):
+def test_golds_that_are_letters_get_a_reward_of_their_own(tmp_path, rewards_here):
     golds = ["A", "841", "C", r"\frac{1}{2}", "B"]
     rows = [{"question": "?", "answer": g, "kind": "mc" if g.isalpha() else "free"} for g in golds]
     data, out = tmp_path / "rows.jsonl", tmp_path / "run.yaml"

@@ -265,7 +265,7 @@ SETS = {
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_two_steps_on_a_real_set_with_rewards_that_know_right_from_wrong(tmp_path, shared, name, numbers):
+def test_two_steps_on_a_real_set_with_rewards_that_know_right_from_wrong(tmp_path, shared, name, numbers, rewards_here):
     path, reward, style, images = SETS[name]
     config = {
         **{"run.out": str(tmp_path), "run.max_steps": 2, "model.path": "tiny:qwen2_5_vl", "track.tensorboard": False},

@@ -207,7 +207,7 @@ def test_too_many_bad_rows_of_a_suite_name_the_set(folder: Path, tmp_path: Path)
     assert "check-data" not in said
 
 
-def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path) -> None:
+def test_all_suites_are_asked_and_scored(folder: Path, tmp_path: Path, rewards_here: None) -> None:
     """By a model that sees and hears; rewards are tested on the right answers before."""
     own = ["model.path=tiny:qwen2_5_omni", "prompt.format={vstar: boxed}", "val.max_tokens=4", "reward.workers=1"]
     own += ["reward.terms=[count, format:think_answer]", "reward.combine=gate(format)", "reward.accuracy_term=count"]

@@ -305,7 +305,7 @@ def test_rewards_that_fail_are_counted_beside_the_accuracy(tmp_path, judged, fou
     assert lines(tmp_path / "b/samples.jsonl") == stored  # as if it had never failed before
 
 
-def test_what_abstains_is_said_and_scored_again_alike(four, again, capsys):
+def test_what_abstains_is_said_and_scored_again_alike(four, again, capsys, rewards_here):
     rows = [row | {"gold": "see figure"} for row in lines(four[1] / "samples.jsonl")]
     rows[0] |= {"response": "<think>a</think><answer>see figure</answer>", "end_reason": "answered"}
     metrics, stored = again(rows, "math")

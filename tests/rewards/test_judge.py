@@ -20,6 +20,7 @@ from saccade.rewards.scorer import Scorer
 from saccade.types import Message, Sample
 from tests.endpoints import Says, chat_answer, fair_judge, scripted
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
 Script = Callable[[dict[str, Any]], Says]
 
 

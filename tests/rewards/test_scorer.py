@@ -10,6 +10,7 @@ from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 from saccade.rewards.scorer import Scorer
 
+pytestmark = pytest.mark.usefixtures("rewards_here")
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "my_reward.py"
 
 

@@ -1,5 +1,4 @@
 import logging
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,15 +11,9 @@ from saccade.plugins.check_data.self_test import SelfTest, known_answers_by_form
 from saccade.recipes.questions import wording
 from saccade.recipes.run_parts import answer_places
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.verifiers import VERIFIERS
 from saccade.types import Media, Message, Sample
 
-
-@pytest.fixture(autouse=True)
-def in_this_process(monkeypatch):
-    """Nothing here hangs in `math`, and its processes take a second each to start."""
-    for name in ("math", "geo3k"):
-        monkeypatch.setitem(VERIFIERS, name, replace(VERIFIERS[name], isolated=False))
+pytestmark = pytest.mark.usefixtures("rewards_here")
 
 
 def rows(*answers: Any, **known: Any) -> list[Sample]:
