@@ -19,9 +19,8 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "plugin"
 def installed(tmp_path_factory):
     """The example, installed by pip into a folder of its own."""
     source, target = tmp_path_factory.mktemp("plugin"), tmp_path_factory.mktemp("site")
-    for file in EXAMPLE.iterdir():
-        if file.is_file():
-            shutil.copy(file, source)
+    for file in filter(Path.is_file, EXAMPLE.iterdir()):
+        shutil.copy(file, source)
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
     subprocess.run([*pip, "--no-index", "--target", str(target), str(source)], check=True)
     return target
@@ -54,8 +53,7 @@ def test_an_installed_package_adds_a_command_a_verifier_a_preset_and_an_environm
     options += ["algorithm.preset=grpo_wide", "env.name=guess", "env.args={most: 4}", "env.max_turns=2"]
     asked = {"arguments": ["rl", *options, "run.name=mine"], "environment": environment(installed), "folder": tmp_path}
     ran = forked(in_a_fork, str(installed), asked)
-    ran.join()
-    assert ran.exitcode == 0
+    assert ran.join() is None and ran.exitcode == 0
     row = json.loads((tmp_path / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 <= row["reward/mean"] <= 1 and "reward/palindrome" in row, sorted(row)
 

@@ -46,21 +46,16 @@ def file(tmp_path, rl_config, scenes):
     return path
 
 
-class Forked:
-    """A command of a process that has imported torch, started as by `subprocess.Popen`."""
-
-    def __init__(self, line: list[str], *, start_new_session: bool) -> None:
-        assert line[:2] == [sys.executable, "-c"] and start_new_session
-        assert "saccade 0" in subprocess.check_output([*line[:3], "--version"], text=True)  # what it would start
-        self.process = forked(run_command, {"arguments": line[3:], "environment": {}, "folder": os.getcwd()})
-
-    def wait(self) -> int:
-        self.process.join()
-        return self.process.exitcode
+def start(line: list[str], *, start_new_session: bool) -> SimpleNamespace:
+    """As `subprocess.Popen`, but forked from a process that has imported torch."""
+    assert line[:2] == [sys.executable, "-c"] and start_new_session
+    assert "saccade 0" in subprocess.check_output([*line[:3], "--version"], text=True)  # what it would start
+    process = forked(run_command, {"arguments": line[3:], "environment": {}, "folder": os.getcwd()})
+    return SimpleNamespace(wait=lambda: process.join() or process.exitcode)
 
 
 def test_a_killed_stage_goes_on_and_what_is_over_is_not_repeated(tmp_path, file, said, monkeypatch):
-    monkeypatch.setattr(stages, "subprocess", SimpleNamespace(Popen=Forked))
+    monkeypatch.setattr(stages, "subprocess", SimpleNamespace(Popen=start))
     with pytest.raises(typer.Exit) as ended:
         stages.run(file, [], dry_run=False, smoke=False)
     folder = tmp_path / "run"
