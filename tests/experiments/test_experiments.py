@@ -72,7 +72,7 @@ def test_what_others_found_is_kept_where_a_run_fails_and_arms_bring_those_they_s
 
     model = tiny.build("llama", tmp_path / "model")
     (tmp_path / "one.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n')
-    asked = (f"model.path={model}", "run.device=cpu", f"data.val={tmp_path / 'one.jsonl'}", "reward.terms=[math]")
+    asked = (f"model.path={model}", "run.device=cpu", f"data.val={tmp_path / 'one.jsonl'}", "reward.terms=[count]")
     jobs = [
         Job(arm="broken", seed=0, command="sft", options=("train.lrr=1",)),
         Job(arm="later", seed=0, command="rl", options=(), after="broken"),
@@ -129,7 +129,7 @@ def no_page(results: Path, page: Path, images: Path) -> None:
 def test_a_rehearsal_is_two_steps_of_every_arm_apart_from_results(tmp_path: Path) -> None:
     model = tiny.build("llama", tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text(12 * '{"question": "What is 1 + 1?", "answer": "2"}\n')
-    asked = (f"model.path={model}", "run.device=cpu", "reward.terms=[math]", "rollout.max_tokens=2")
+    asked = (f"model.path={model}", "run.device=cpu", "reward.terms=[count]", "rollout.max_tokens=2")
     asked = (*asked, f"data.val={json.dumps([str(tmp_path / 'rows.jsonl')])}")
     train = f"data.train={tmp_path / 'rows.jsonl'}"
     learned = (*asked, train, "train.prompts_per_step=2", "run.max_steps=9", "train.warmup=3")
