@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from _pytest.assertion import rewrite
 
 import saccade.models  # noqa: F401  before transformers: else a torchvision for CUDA fails on a CPU
 from saccade.types import Group, Media, MediaSpan, Message, Sample, Source, Trajectory
@@ -259,21 +258,6 @@ def resumed(
         return whole / last, again / last
 
     return run
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Workers share the rewriting of assertions, which takes a core eight seconds: each begins with other files."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None or sys.dont_write_bytecode:
-        return
-    files = sorted(path for folder in config.args for path in Path(folder).rglob("test_*.py"))
-    begin = len(files) * int(worker[2:]) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    for path in files[begin:] + files[:begin]:
-        cached = rewrite.get_cache_dir(path) / f"{path.stem}{rewrite.PYC_TAIL}"
-        if not cached.exists():
-            cached.parent.mkdir(exist_ok=True)
-            source, code = rewrite._rewrite_test(path, config)
-            rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, cached)
 
 
 LONGEST = ("tests/peers", "tests/test_", "tests/trainer", "tests/models", "tests/recipes")
