@@ -8,21 +8,21 @@ for every number of rows. Answers are uniform, so guessing scores 1 / number of 
     ['1', '2', '3', '4', '5', '6']
 """
 
-import hashlib
+import io
 import json
 import math
-import struct
-import zlib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from saccade.media.blob_file import encoded
+from saccade.media.media_files import Encoded, make_media
 from saccade.plugins.drawn.drawn_sets import finished_file
-from saccade.types import Media, Message, Sample, replace
+from saccade.types import Message, Sample, replace
 
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (220, 30, 30),
@@ -100,8 +100,9 @@ def counting_split(
     for index, count in enumerate(balanced(range(counts[0], counts[1] + 1), n, seed)):
         rng = np.random.default_rng((seed, index))
         image, shapes = counting_scene(rng, count=count, colours=colours, **scene)
-        data = encode_png(image)
-        media = Media(hash=hashlib.sha256(data).hexdigest(), width=len(image), height=len(image), data=data)
+        file = io.BytesIO()
+        Image.fromarray(image).save(file, "PNG", compress_level=1)
+        media = make_media(Encoded("", file.getvalue()), width=len(image), height=len(image))
         listed, answer = [shape.colour for shape in shapes], str(count)
         said = f"<think> {' '.join(listed)} </think><answer> {answer} </answer>"
         asked, extra = Message(role="user", parts=(media, QUESTION)), {"colours": listed, "demonstration": said}
@@ -137,18 +138,6 @@ def write_jsonl(samples: Sequence[Sample], folder: Path, *, name: str = "train",
                 row |= {"problem": question, "answer": sample.answer, **sample.extra}
             file.write(json.dumps(row) + "\n")
     return path
-
-
-def encode_png(image: np.ndarray) -> bytes:
-    """Encode an RGB image as PNG; flat colours need no filter and little compression."""
-    height, width, _ = image.shape
-    rows = np.zeros((height, 1 + 3 * width), np.uint8)  # a row begins with its filter type; 0: none
-    rows[:, 1:] = image.reshape(height, -1)
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(body)) + tag + body + struct.pack(">I", zlib.crc32(tag + body)) for tag, body in chunks
-    )
 
 
 @cache
