@@ -126,7 +126,7 @@ def refuse_another_algorithm(run: RunConfig, algorithm: Algorithm) -> None:
         return  # `RunFolder` compares the whole config
     path, now = Path(run.resume), [*resolved_options(algorithm)]
     before = checkpoint.read_progress(path).get("algorithm") if checkpoint.is_complete(path) else None
-    if before and "=" in before[0] and before != now:  # older checkpoints hold a description instead
+    if before and before != now:
         changed = next(pair for pair in zip_longest(before, now) if pair[0] != pair[1])
         other = f"another algorithm ({changed[0]!r}, now {changed[1]!r})"
         raise ConfigError(f"run.resume={path}: of {other}; set it back, or use run.resume=none model.path={path}")

@@ -11,8 +11,6 @@ from typing import Any
 
 from saccade.run.metrics import MEASURE
 
-BEFORE = {"memory": "algorithm_state", "val": "validation_sets"}  # names in older checkpoints
-
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
@@ -71,8 +69,7 @@ class Progress:
 
 
 def from_json(stored: Mapping[str, Any]) -> Progress:
-    values = {BEFORE.get(name, name): value for name, value in stored.items()}
-    return Progress(**values | {name: tuple(values.get(name, ())) for name in ("algorithm", "scores")})
+    return Progress(**stored | {name: tuple(stored.get(name, ())) for name in ("algorithm", "scores")})
 
 
 def _default_metric(metrics: Mapping[str, float], before: str | None) -> str | None:

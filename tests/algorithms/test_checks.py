@@ -60,7 +60,6 @@ CONTRADICTIONS = [
     ("preset=ppo; args={gamma: 1.5}", "args.gamma: expects at most 1, got 1.5", ""),
     ("advantage=nowhere.py:name", "nowhere.py does not exist or is no .py file; write file.py:name", ""),
     ("filter.function=mine", "algorithm.filter.function=mine: no such function; write file.py:name", ""),
-    ("preset=grpo+tis", "add-ons are a list now; write [grpo, tis]", ""),
     ("preset=[grpo,tiss]", "did you mean 'tis'?", ""),
     ("preset=gropo", "algorithm.preset=gropo: no such name; did you mean 'grpo'? ", ""),
     ("kl.kind=k33", "algorithm.kl.kind=k33: no such name; did you mean 'k3'? ", ""),

@@ -262,14 +262,6 @@ def test_progress_survives_a_checkpoint():
     assert progress.with_scores(["c", "a", "b"]).scores == ("a", "b", "c")
 
 
-def test_a_checkpoint_with_the_names_of_before_is_read():
-    stored = {"step": 2, "updates": 2, "best_step": None, "best_score": None}
-    assert from_json(stored) == Progress(step=2, updates=2)
-    found = from_json(stored | {"memory": {"kl_coef": 0.1}, "val": {"a": "x"}, "scores": ["s"]})
-    assert (found.algorithm_state, found.validation_sets) == ({"kl_coef": 0.1}, {"a": "x"})
-    assert found.scores == ("s",)
-
-
 @pytest.mark.parametrize(
     ("metrics", "before", "best"),
     [

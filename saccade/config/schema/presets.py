@@ -38,8 +38,6 @@ def row_of(preset: Iterable[str]) -> Row:
     name, *add_ons = preset
     if name in ADD_ONS:
         raise ConfigError(f"algorithm.preset={name}: is added to a row, as in [grpo, {name}]")
-    if "+" in name:
-        raise ConfigError(f"algorithm.preset={name}: add-ons are a list now; write [{name.replace('+', ', ')}]")
     if name not in PRESETS:
         raise unknown("algorithm.preset", name, PRESETS)
     row = dict(PRESETS[name])

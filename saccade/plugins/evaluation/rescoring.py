@@ -97,11 +97,8 @@ def _reward_sample(row: Mapping[str, Any]) -> RewardSample:
 
 
 def _media(record: Mapping[str, Any]) -> Media:
-    """Decode a medium; rows of earlier versions hold only size, pixels, hash and path."""
-    (width, height), (least, most) = record["size"], record["pixels"]
-    stored = {name: record[name] for name in record.keys() - {"size", "pixels"}}
-    sizes = {"width": width, "height": height, "min_pixels": least, "max_pixels": most}
-    return decode(Media, {**sizes, **stored})
+    """The medium of a row, which lists its size and pixel budget once more."""
+    return decode(Media, {name: record[name] for name in record.keys() - {"size", "pixels"}})
 
 
 def _has_files(record: Mapping[str, Any]) -> bool:

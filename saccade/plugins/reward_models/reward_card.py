@@ -34,7 +34,7 @@ class RewardCard:
     kind: str  # scalar or process
     heads: tuple[str, ...] = ()
     pooling: str = "last"
-    pooling_heads: int = 1  # older folders lack this and the next field; the defaults describe them
+    pooling_heads: int = 1
     probe_layer: int = -1  # index of the layer whose states are scored; -1: the last
     head: str = "linear"  # or mlp
     bounded: bool = False  # scores pass through a sigmoid
