@@ -57,13 +57,6 @@ KINDS = (
 )
 USUAL_PIXELS, TILED_PIXELS = 401_408, 802_816  # of an image; of one that is cut into tiles
 LARGE, LEAST, MOST = (2048, 1536), 3136, 1 << 24  # an image, and budgets, to see whether they change what it costs
-# Rows of these formats are trained on by other commands.
-ELSEWHERE = {
-    "pairs": ("preference pairs", ("dpo", "reward-model"), ""),
-    "sides": ("preference pairs", ("dpo", "reward-model"), ""),
-    "labels": ("responses that are labelled good or bad", ("dpo",), " dpo.loss=kto"),
-    "steps": ("labelled steps", ("reward-model",), " reward_model.kind=process"),
-}
 
 
 def write_config(model: Path, data: Path, out: Path, device: str | None = None) -> str:
@@ -74,8 +67,6 @@ def write_config(model: Path, data: Path, out: Path, device: str | None = None) 
     gpu = find_device(device, "auto")
     model_type = _type_of(model)
     format, keys, samples = _first_rows(data)
-    if format in ELSEWHERE and not any(sample.answer for sample in samples):
-        raise DataError(_elsewhere(format, model, data))
     rows, images = len(samples), sum(bool(sample.media) for sample in samples)
     shares = {0: "text only", rows: "each with an image"}
     column, rewards = letters_apart(samples) or ("", {"": guess_reward(samples)})
@@ -177,14 +168,6 @@ def _type_of(model: Path) -> str:
     return config.get("model_type", "unknown")
 
 
-def _elsewhere(format: str, model: Path, data: Path) -> str:
-    what, commands, more = ELSEWHERE[format]
-    given = shlex.join([f"model.path={model}", f"data.train={data}"])
-    lines = [f"\n  saccade {command} {given} prompt.format=none{more}" for command in commands]
-    why = f"{data} holds {what} without answers that `saccade rl` could score"
-    return f"{why}. Train on these rows with{''.join(lines)}"
-
-
 def _first_rows(data: Path) -> tuple[str, Mapping[str, str], list[Sample]]:
     """Returns the format of the rows, `data.keys` for media in columns of other names, and the samples."""
     rows = islice(open_source(DataSource(path=str(data))).rows, LOOKED_AT)
@@ -218,7 +201,8 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
     golds = [gold for sample in samples for gold in _golds(sample)]
     if not golds:
         called = "call its column `answer` (of Sokoban `level`), or set data.keys.answer in a config"
-        raise DataError(f"no row has an answer; {called}. Demonstrations are for `saccade sft`")
+        others = "Demonstrations are for `saccade sft`, pairs and labels for `saccade dpo` and `saccade reward-model`"
+        raise DataError(f"no row has an answer; {called}. {others}")
     if all(sample.choices for sample in samples):
         return "choice", "", "every row lists its choices"
     reward, args, because = next(
