@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal as size
+
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import Family
 from saccade.models.files import LISTING, STATE, checksum, damaged, header_of, listing
@@ -37,7 +39,7 @@ def require_room(folder: Path, needed: int) -> None:
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
     if (free := disk.free_disk_bytes(folder)) < needed:
-        raise EnvironmentProblem(f"{folder}: a checkpoint needs up to {disk.size(needed)}, {disk.size(free)} are free")
+        raise EnvironmentProblem(f"{folder}: a checkpoint needs up to {size(needed)}, {size(free)} are free")
 
 
 def write(

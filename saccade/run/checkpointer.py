@@ -18,12 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal as size
+
 from saccade.config import SaveConfig
 from saccade.run import checkpoint
 from saccade.run.progress import Progress
 from saccade.system import devices
 from saccade.system.contents import File, text_file
-from saccade.system.disk import free_disk_bytes, size
+from saccade.system.disk import free_disk_bytes
 from saccade.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 Called before the work whose results go there; `refusal` explains errors that happen later anyway.
 
     require_writable(config.run.out, "run.out")
-    if free_disk_bytes(folder) < needed: print(f"{size(needed)} do not fit")
+    if free_disk_bytes(folder) < needed: print(f"{needed} bytes do not fit")
 """
 
 import errno
@@ -82,12 +82,3 @@ def refusal(error: BaseException) -> str | None:
         return None
     where = getattr(error, "filename", None)
     return f"{where}: " * (where is not None) + f"{os.strerror(number)}; {REFUSALS[number]}"
-
-
-def size(count: float) -> str:
-    """Bytes as people read them: 12 B, 4.1 kB, 3.2 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5 or unit == "GB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" or count >= 99.95 else f"{count:.1f} {unit}"

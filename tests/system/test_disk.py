@@ -12,12 +12,6 @@ from saccade.errors import EnvironmentProblem
 from saccade.system import disk
 
 
-def test_bytes_as_people_read_them():
-    sizes = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 99_949: "99.9 kB", 102_400: "102 kB", 999_600: "1.0 MB"}
-    for count, text in (sizes | {3_210_000_000: "3.2 GB", 15e12: "15000 GB"}).items():
-        assert disk.size(count) == text
-
-
 def test_a_place_is_tried_and_left_as_it_was(tmp_path):
     (tmp_path / "file").write_text("kept")
     disk.require_writable(tmp_path / "new" / "folder", "run.out")

@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 
+from rich.filesize import decimal as size
+
 from saccade.config import RolloutConfig
 from saccade.plugins.engines import INSTALL
-from saccade.system.disk import free_disk_bytes, size, unwritable
+from saccade.system.disk import free_disk_bytes, unwritable
 
 LEAST_DISK, LEAST_SHARE = 10**10, 0.5  # free bytes; free share of a GPU's memory
 SHOWN_MODELS = 8  # most models of an endpoint that are listed

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.filesize import decimal as size
+
 from saccade.config import DataConfig
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.models.files import AGAIN, INDEX, SINGLE, header_of
 from saccade.plugins.doctor.machine import Rows
-from saccade.system.disk import size
 from saccade.types import Media, Message
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

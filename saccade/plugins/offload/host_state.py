@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
+from rich.filesize import decimal as size
 from torch import Tensor
 
 from saccade.errors import EnvironmentProblem
 from saccade.system.contents import new_block
 from saccade.system.devices import free_host_bytes
-from saccade.system.disk import size
 from saccade.trainer.optimizer import OptimizerState, Piece
 
 CHUNK = 1 << 24  # numbers
