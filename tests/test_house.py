@@ -49,6 +49,7 @@ OPTIONAL = (
     "trl",
     "cv2",
     "soundfile",
+    "matplotlib",
 )
 # Imported by the library itself, by name.
 INSIDE = ("plugins/engines/vllm/vllm_worker.py",)

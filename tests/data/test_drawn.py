@@ -2,8 +2,10 @@
 
 import json
 import re
+import sys
 from collections import Counter
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from random import Random
 
@@ -17,6 +19,7 @@ from saccade.config import DataConfig, DataSource
 from saccade.data import datasets
 from saccade.plugins.drawn.chart_questions import CHART_KINDS, CHART_SPLITS, LIGHT, draw_chart_row
 from saccade.plugins.drawn.diagram_questions import DIAGRAM_KINDS, DIAGRAM_SPLITS, draw_diagram_row
+from saccade.plugins.drawn.formulas import typeset
 from saccade.plugins.drawn.scene_questions import SCENE_KINDS, SCENE_SPLITS, draw_scene_row
 from saccade.plugins.drawn.sokoban_levels import draw_level, written
 from saccade.plugins.drawn.text_pages import BORDER, WORD_KINDS, Style, draw_words_row, font_of, page, wrapped
@@ -131,7 +134,7 @@ def test_lines_of_a_page_fit_and_what_cannot_be_drawn_is_left_out(tmp_path: Path
     text = "Janet sells incomprehensibilities " * 6 + "x" * 80
     for size in (12, 30):
         font = font_of("", size)
-        lines = wrapped(text, font, 200)
+        lines = wrapped(text, font.getlength, 200)
         assert max(map(font.getlength, lines)) <= 200 and "".join(lines).replace(" ", "") == text.replace(" ", "")
         assert page(text, Style(size=size), 220).height == 2 * BORDER + round(1.3 * size) * len(lines)
     rows = [
@@ -154,6 +157,67 @@ def test_lines_of_a_page_fit_and_what_cannot_be_drawn_is_left_out(tmp_path: Path
     assert "rows.jsonl val.jsonl data.keys.id=number --seed 0" in (tmp_path / "out" / "val.md").read_text()
     assert Image.open(tmp_path / "out" / first["images"][0]).width == 200
     assert "no row can be drawn" in saccade("text-pictures", source, tmp_path / "no.jsonl", "--font-size", "300-400")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"Is $\frac{1}{2}$, \(x\le5\), $ \sqrt2 $ more?", "Is #, #, # more?"),
+        ("It is:\n\\[x^2\n= 4\\].\n\nSo $$y$$ is", "It is:\n#.\nSo\n#\nis"),
+        (r"\begin{align*} a &= b, \\ c &= d \end{align*}", "#\n#"),
+        (r"$5 and $6, $5/$6, $2 red pens for 3$ or \$7, 5\%", "$5 and $6, $5/$6, $2 red pens for 3$ or $7, 5%"),
+        ("$" + "+".join(["a^2"] * 30) + "$", " ".join("#" * 30)),
+        (r"So $\begin{cases} 1 \\ 2 \end{cases}$!", r"there is no \begin{cases}"),
+        ("$" + "x" * 200 + "$", "a formula is too wide for the page"),
+        ("[asy] label($x$); [/asy]", r"there is no \begin{asy}"),
+        (r"$a \not\in b$, $\$$7", "#, #7"),
+        (r"$a \not\sim b$", r"Unknown symbol: \struck"),
+        ("$多$", "Unknown symbol: 多"),
+    ],
+)
+def test_formulas_become_signs_or_stay_as_source(text: str, shown: str) -> None:
+    changed, formulas, kept = typeset(text, 20, 400)
+    assert "".join("#" if sign in formulas else sign for sign in changed) == (text if kept else shown)
+    assert kept == ([] if formulas or "$7" in text else [shown])
+    assert all(one.mask.width <= 400 and one.mask.getbbox() for one in formulas.values())
+
+
+def test_formulas_stand_on_the_line_of_their_text_and_on_the_page() -> None:
+    text, formulas, _ = typeset("H $H$", 40, 400)
+    ink = np.asarray(page(text, Style(size=40), 420, formulas=formulas)).min(2) < 128
+    rows = [np.flatnonzero(half.any(1)) for half in (ink[:, :44], ink[:, 44:])]
+    assert abs(rows[0][-1] - rows[1][-1]) <= 1 and abs(rows[0][0] - rows[1][0]) <= 4  # as high as other letters
+    for width in (64, 150, 420):
+        text, formulas, _ = typeset(r"So \[\sum_{i=1}^n \frac{a_i}{\sqrt{\frac{b}{c}}} = 2.\] " * 3, 20, width - 20)
+        picture = page(text, Style(), width, formulas=formulas)
+        ink = np.argwhere(np.asarray(picture).min(2) < 128)
+        assert ink.min() >= BORDER and all(np.array(picture.size[::-1]) - ink.max(0) > BORDER - 2)
+        assert width == 64 or picture.height > 2 * BORDER + 6 * 26  # a sum takes more than a line
+
+
+def test_rows_with_formulas_are_the_same_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ["1+1?", r"$\frac{x}{2}=1$?", r"$\begin{pmatrix}1\end{pmatrix}$?", r"\[\begin{cases}1\end{cases}\]"]
+    (source := tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"id": q, "question": q, "answer": "2"}) + "\n" for q in asked)
+    )
+    said = [saccade("text-pictures", source, tmp_path / name / "train.jsonl") for name in "ab"]
+    assert all(f"2 rows show TeX as source, such as {asked[2]}: there is no {asked[2][1:16]}" in one for one in said)
+    card = (tmp_path / "a" / "train.md").read_text()
+    assert card == (tmp_path / "b" / "train.md").read_text() and f"matplotlib {metadata.version('matplotlib')}" in card
+
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    said = [saccade("text-pictures", source, tmp_path / "c" / "train.jsonl")]
+    assert (
+        f"3 rows show TeX as source, such as {asked[1]}: pip install -c constraints.txt -e '.[tex]' typesets it"
+        in said[0]
+    )
+    again, plain = (read_lines(tmp_path / name / "train.jsonl") for name in "ac")
+    assert [row["text"] for row in again] == [row["text"] for row in plain] == asked
+    same = [
+        (tmp_path / "a" / row["images"][0]).read_bytes() == (tmp_path / "c" / row["images"][0]).read_bytes()
+        for row in plain
+    ]
+    assert same == [True, False, True, True]
 
 
 def test_words_stand_on_their_page() -> None:

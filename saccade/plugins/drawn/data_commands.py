@@ -198,18 +198,24 @@ def text_pictures(
 ) -> None:
     """Pictures of the questions of a text set, options included; an answer that is an option becomes its letter.
 
-    Rows with a character that the font lacks, or that fill more than a page, are left out and listed.
+    Formulas of TeX are typeset if matplotlib is there. Rows with a character that the font lacks, or that fill more
+    than a page, are left out and listed.
     """
     from saccade.config import DataSource
     from saccade.data import datasets
-    from saccade.plugins.drawn.text_pages import draw_question_row, font_files, size_range
+    from saccade.plugins.doctor.machine import version_of
+    from saccade.plugins.drawn.text_pages import AS_SOURCE, draw_question_row, font_files, size_range
+    from saccade.plugins.evaluation.results import read_lines
 
     sizes, fonts = size_range(font_size), font_files(font)
     samples = datasets.load([DataSource(path=str(source))], read_config(arguments).data).samples
     draw = partial(draw_question_row, samples=samples, width=width, sizes=sizes, fonts=fonts)
     options = {"width": width, "font": fonts, "font-size": font_size}
     read = {"source": (str(source), *(arguments or ())), "rows": len(samples)}
-    write("text-pictures", draw, file=file, options=options, seed=seed, reply=reply, **read)
+    also = f" and matplotlib {version}" if (version := version_of("matplotlib")) else ""
+    write("text-pictures", draw, file=file, options=options, seed=seed, reply=reply, also=also, **read)
+    if kept := [row for row in read_lines(file) if AS_SOURCE in row]:
+        print(f"{len(kept)} rows show TeX as source, such as {kept[0]['id']}: {kept[0][AS_SOURCE]}")
 
 
 @command("sokoban", group=group, example="saccade data sokoban sokoban/train.jsonl --rows 1000 --boxes 2")

@@ -68,6 +68,7 @@ class Plan:
     reply: str = ""  # template of an assistant turn, with {answer}; empty: rows are questions only
     workers: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)  # options of the command, for the card
+    also: str = ""  # what else draws, for the card
 
     @property
     def folder(self) -> Path:
@@ -110,7 +111,7 @@ def write_set(draw: Draw, plan: Plan) -> str:
         *answer_lines(answers),
     ]
     words = [plan.command, *plan.source[:1], path.name, *plan.source[1:], *flags(options)]
-    what = f"{made:,} rows that saccade {__version__} drew with Pillow {PIL.__version__}"
+    what = f"{made:,} rows that saccade {__version__} drew with Pillow {PIL.__version__}{plan.also}"
     write_card(path, what, words, source=next(iter(plan.source), ""), facts=facts)
     left_out = f"; {len(unfit)} rows left out" if unfit else ""
     return f"wrote {path}: {made} rows{left_out}; pictures are in {plan.folder}, the card is {path.with_suffix('.md')}"

@@ -1,15 +1,16 @@
 """Pictures of text: the questions of a text set, or words to read.
 
 The default font is Pillow's own, which is the same on every machine. A text that does not fit its page, or has a
-character that the font lacks, raises `Unfit` with the reason. TeX is shown as source.
+character that the font lacks, raises `Unfit` with the reason. Formulas are typeset by `formulas.py`.
 
     page("How many?", Style(), width=448).size
     draw_words_row(Random(0), 0, kinds=("read",), side=224).answer
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -19,6 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from saccade.data.formats import LETTERS
 from saccade.errors import ConfigError
 from saccade.plugins.drawn.drawn_sets import Drawing, Unfit
+from saccade.plugins.drawn.formulas import Formula, typeset
 from saccade.plugins.suites.suite_rows import IN_PICTURE
 from saccade.types import Sample
 
@@ -37,6 +39,8 @@ wagon water wheel window winter yellow zebra above begin carry early fresh green
 morning never open quick red small thin under visit warm young
 """
 VOCABULARY = _WORDS.split()
+EMPTY: Mapping[str, Formula] = {}
+AS_SOURCE = "tex_as_source"
 ORDINALS = ("first", "second", "third", "fourth", "fifth")
 
 
@@ -78,36 +82,56 @@ def draw_style(rng: Random, fonts: Sequence[str], sizes: tuple[int, int]) -> Sty
     return Style(rng.choice(fonts or ("",)), rng.randint(*sizes), rng.choice(INKS), rng.choice(PAPERS))
 
 
-def page(text: str, style: Style, width: int, most: int = 0) -> Image.Image:
-    """The wrapped text on a page as high as it needs. Raises `Unfit` if a character is missing or it exceeds `most`."""
-    font = font_of(style.font, style.size)
-    if lacking := sorted({sign for sign in text if not sign.isspace() and _lacks(style.font, sign)}):
+def page(text: str, style: Style, width: int, most: int = 0, formulas: Mapping[str, Formula] = EMPTY) -> Image.Image:
+    """The wrapped text on a page as high as it needs; `formulas`: what characters of it stand for.
+
+    Raises `Unfit` if a character is missing or it exceeds `most`.
+    """
+    font, room, spot = font_of(style.font, style.size), width - 2 * BORDER, BORDER
+    if lacking := sorted({s for s in {*text} - formulas.keys() if not s.isspace() and _lacks(style.font, s)}):
         raise Unfit(f"the font has no {' '.join(lacking[:5])}")
-    lines = wrapped(text, font, width - 2 * BORDER)
-    step = round(LEADING * style.size)
-    height = 2 * BORDER + step * len(lines)
-    if most and height > most:
-        raise Unfit(f"takes {height} pixels of at most {most}")
-    picture = Image.new("RGB", (width, height), style.paper)
+    lines = wrapped(text, lambda line: sum(long for _, long in _parts(line, font, formulas)), room)
+    ascent, baselines = font.getmetrics()[0], []
+    for line in lines:
+        high = [(one.mask.height - one.depth + 2, one.depth + 2) for one in map(formulas.get, line) if one]
+        above, below = map(max, zip((ascent, round(LEADING * style.size) - ascent), *high, strict=True))
+        baselines.append(spot + above)
+        spot += above + below
+    if most and spot + BORDER > most:
+        raise Unfit(f"takes {spot + BORDER} pixels of at most {most}")
+    picture = Image.new("RGB", (width, spot + BORDER), style.paper)
     pen = ImageDraw.Draw(picture)
-    for number, line in enumerate(lines):
-        pen.text((BORDER, BORDER + number * step), line, style.ink, font)
+    for y, line in zip(baselines, lines, strict=True):
+        x = float(BORDER)
+        for part, long in _parts(line, font, formulas):
+            if one := formulas.get(part):
+                pen.bitmap((round(x), y - one.mask.height + one.depth), one.mask, style.ink)
+            else:
+                pen.text((x, y), part, style.ink, font, anchor="ls")
+            x += long
     return picture
 
 
-def wrapped(text: str, font: Font, width: float) -> list[str]:
+def _parts(line: str, font: Font, formulas: Mapping[str, Formula]) -> Iterator[tuple[str, float]]:
+    """What is drawn of a line, from left to right: formulas and the text between them, with their widths."""
+    for one, signs in groupby(line, lambda sign: formulas.get(sign) and sign):
+        text = one or "".join(signs)
+        yield text, formulas[text].mask.width if one else font.getlength(text)
+
+
+def wrapped(text: str, length: Callable[[str], float], width: float) -> list[str]:
     """The lines of a text, broken at spaces; a word is broken only if it is longer than a line."""
     lines: list[str] = []
     for paragraph in text.splitlines():
         line = ""
         for word in paragraph.split():
-            if font.getlength(f"{line} {word}".strip()) <= width:
+            if length(f"{line} {word}".strip()) <= width:
                 line = f"{line} {word}".strip()
                 continue
             lines += [line] if line else []
             line = word
-            while font.getlength(line) > width:
-                end = next((n for n in range(2, len(line)) if font.getlength(line[:n]) > width), 2) - 1
+            while length(line) > width:
+                end = next((n for n in range(2, len(line)) if length(line[:n]) > width), 2) - 1
                 lines, line = [*lines, line[:end]], line[end:]
         lines.append(line)
     return lines
@@ -149,7 +173,7 @@ def on_page(rng: Random, text: str, side: int, fonts: Sequence[str] = ()) -> tup
     style, room = draw_style(rng, fonts, (max(10, side // 14), max(12, side // 7))), side - 2 * margin
     while True:
         font, step = font_of(style.font, style.size), round(LEADING * style.size)
-        lines = wrapped(text, font, room)
+        lines = wrapped(text, font.getlength, room)
         if step * len(lines) <= room and max(map(font.getlength, text.split())) <= room:
             break
         style = replace(style, size=style.size - 1)
@@ -170,7 +194,10 @@ WORD_KINDS = ("read", "number", "word", "sum")
 def draw_question_row(
     rng: Random, index: int, *, samples: Sequence[Sample], width: int, sizes: tuple[int, int], fonts: Sequence[str] = ()
 ) -> Drawing:
-    """A page with the question and options of a row. An answer that is an option becomes its letter."""
+    """A page with the question and options of a row. An answer that is an option becomes its letter.
+
+    The column AS_SOURCE says why a formula is not typeset, if one is not.
+    """
     sample = samples[index]
     asked = [message for message in sample.messages if message.role == "user"]
     if sample.media or len(asked) != 1:
@@ -179,8 +206,11 @@ def draw_question_row(
         raise Unfit("has no answer, or several")
     options = [f"({letter}) {option}" for letter, option in zip(LETTERS, sample.choices, strict=False)]
     letters = dict(zip(sample.choices, LETTERS, strict=False))
-    picture = page("\n".join([asked[0].text, *options]), draw_style(rng, fonts, sizes), width, most=MAX_ASPECT * width)
+    style = draw_style(rng, fonts, sizes)
+    text, formulas, kept = typeset("\n".join([asked[0].text, *options]), style.size, width - 2 * BORDER)
+    picture = page(text, style, width, most=MAX_ASPECT * width, formulas=formulas)
     more = {**sample.extra, "id": sample.id, "data_source": sample.data_source, "text": asked[0].text}
+    more |= {AS_SOURCE: kept[0]} if kept else {}
     if system := "".join(message.text for message in sample.messages if message.role == "system"):
         more["system"] = system
     answer = letters.get(sample.answer, sample.answer)
