@@ -23,13 +23,11 @@ from saccade.registry import HOOKS
 from saccade.rewards.scorer import Scorer
 from saccade.rollout.collect import Pool
 from saccade.rollout.episode import EpisodeSetup, Limits
-from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
+from saccade.rollout.scoring import Progress, RewardStream, free_memory_for_rewards, parsed, report_slow_rewards, thinks
 from saccade.run.console import unscored
 from saccade.run.metrics import episode_metrics, without_scores
 from saccade.run.quarantine import Quarantine
 from saccade.types import ALWAYS_EXCLUDED, Group, Sample, Sampling
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

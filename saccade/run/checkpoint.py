@@ -165,11 +165,6 @@ def copy_processor(family: Family, folder: Path) -> None:
             path.write_text(json.dumps(settings, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
-def tensor_shapes(folder: Path) -> list[tuple[int, ...]]:
-    headers = [header_of(path) for path in folder.glob("*.safetensors")]
-    return [tuple(entry["shape"]) for header in headers if isinstance(header, dict) for entry in header.values()]
-
-
 def _verify(folder: Path, weights: Sequence[NamedShape]) -> None:
     """Raise unless the folder holds every parameter, a tied one once. On disk, names are those of transformers, so
     shapes are compared; experts are stored one by one, so the number of their elements is. `load_model` refuses a
@@ -178,7 +173,8 @@ def _verify(folder: Path, weights: Sequence[NamedShape]) -> None:
     from saccade.models.experts import MARK
 
     expected = Counter(shape for name, shape in weights if MARK not in name)
-    written = Counter(tensor_shapes(folder))
+    headers = [found for path in folder.glob("*.safetensors") if isinstance(found := header_of(path), dict)]
+    written = Counter(tuple(entry["shape"]) for header in headers for entry in header.values())
     missing, beside = expected - written, written - expected
     experts = sum(math.prod(shape) for name, shape in weights if MARK in name)
     lacking = experts - sum(math.prod(shape) * times for shape, times in beside.items())

@@ -69,7 +69,7 @@ class Progress:
 
 
 def from_json(stored: Mapping[str, Any]) -> Progress:
-    return Progress(**stored | {name: tuple(stored.get(name, ())) for name in ("algorithm", "scores")})
+    return Progress(**dict(stored) | {name: tuple(stored.get(name, ())) for name in ("algorithm", "scores")})
 
 
 def _default_metric(metrics: Mapping[str, float], before: str | None) -> str | None:

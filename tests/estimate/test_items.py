@@ -110,7 +110,7 @@ def test_forests_are_those_of_each_optimizer_step(updates, seen, word_model):
     algorithm, family = algorithm_of(config), load_family(word_model)
     prompts, _ = typical_prompts(config.data, family, None, prompt_tokens=40, image=None)
     step, every = (
-        make_step(config.train.model_copy(update={"micro_tokens": size}), 16, algorithm, family, prompts)
+        make_step(config.train.model_copy(update={"micro_tokens": size}), 16, algorithm, prompts)
         for size in (800, 10**6)
     )
     trained = [pack(part, micro_tokens=800) for part in split_updates(every.groups, updates, seed=0)]

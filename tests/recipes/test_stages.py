@@ -76,8 +76,8 @@ def test_a_killed_stage_goes_on_and_what_is_over_is_not_repeated(tmp_path, file,
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"command": "eval"}, r"`command`: expected one of rl, sft, dpo, reward-model, got 'eval'"),
-        ({"from": "first"}, r"`from`: expected one of last, best, got 'first'"),
+        ({"command": "eval"}, r"command=eval: no such name; expected one of rl, sft, dpo, reward-model"),
+        ({"from": "first"}, r"from=first: no such name; expected one of last, best"),
         ({"name": "train"}, r"`name`: expects one that no other stage and no section has"),
         ({"run": {"name": "x"}}, r"run\.name is that of all stages"),
         ({"train": {"lrr": 1}}, r"(?s)stage cold: unknown key 'train\.lrr'; did you mean 'train\.lr'"),

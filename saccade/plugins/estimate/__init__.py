@@ -168,7 +168,7 @@ def planner(
         new, pixels = changed.rollout.max_tokens, changed.data.max_pixels
         given = (train.prompts_per_step, train.micro_tokens, new, pixels, algorithm)
         if not (known := [step for before, step in steps if before == given]):
-            known.append(batch_plan.make_step(train, new, algorithm, family, prompts(pixels)[0]))
+            known.append(batch_plan.make_step(train, new, algorithm, prompts(pixels)[0]))
             steps.append((given, known[0]))
         return known[0]
 

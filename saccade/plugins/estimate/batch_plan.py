@@ -2,7 +2,7 @@
 train, the model without its weights (on the meta device), and its size during training.
 
     size = size_of(empty_model(family), family, config.model.lora, element=2, train="full")
-    step = make_step(config.train, config.rollout.max_tokens, algorithm, family, prompts)
+    step = make_step(config.train, config.rollout.max_tokens, algorithm, prompts)
 """
 
 from collections.abc import Sequence
@@ -277,9 +277,7 @@ def _picture(size: Size, data: DataConfig, family: Family) -> MediaSpan:
 # -- a step ----------------------------------------------------------------------------------------
 
 
-def make_step(
-    train: TrainConfig, max_tokens: int, algorithm: Algorithm, family: Family, prompts: Sequence[Rendered]
-) -> Step:
+def make_step(train: TrainConfig, max_tokens: int, algorithm: Algorithm, prompts: Sequence[Rendered]) -> Step:
     """Construct groups and forests of one optimizer step after the other, as `split_updates` divides groups among
     them. Responses have the maximum length and differ from the first token on.
     """

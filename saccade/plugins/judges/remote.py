@@ -26,13 +26,12 @@ from saccade.config.schema import RemoteConfig, RewardConfig
 from saccade.errors import ConfigError
 from saccade.plugins.judges.http_client.chat_client import encode
 from saccade.plugins.judges.http_client.sender import Reply, RequestQueue, Sender, Target, key_from
-from saccade.plugins.judges.service_protocol import PROTOCOL, read_reply, request_for
+from saccade.plugins.judges.service_protocol import PATH, PROTOCOL, read_reply, request_for
 from saccade.rewards.reward_sample import RewardSample
 from saccade.system.codec import jsonable
 from saccade.types import Media, Score
 
 SECTION = "reward.remote"
-PATH = "/get_reward"  # appended to an address without a path
 GATHER = 0.02  # seconds to wait for more samples before a request is sent
 LARGEST = 128 * 2**20  # characters of images in one request
 QUOTED = 500

@@ -20,6 +20,7 @@ from saccade.rewards.combine import Scored
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
 
+PATH = "/get_reward"  # appended to an address without a path
 PROTOCOL = 2
 NO_REASON = "service: it gave no score"
 # Special tokens, which occur in no prose; except those with which a response marks boxes and objects.

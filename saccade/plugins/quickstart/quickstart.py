@@ -22,12 +22,12 @@ from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.export.export import checkpoint_of, export
 from saccade.plugins.families import tiny_kinds
 from saccade.plugins.quickstart import counting
+from saccade.plugins.ranks.layouts import numbers_in
 from saccade.plugins.reports.comparison import paired_difference
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report import charts_of, phase_seconds
 from saccade.plugins.reports.report_page import Estimate, Report, Table, write_report
 from saccade.recipes import model_setup, rl, sft
-from saccade.run.checkpoint import tensor_shapes
 from saccade.run.loggers import read_metrics
 from saccade.run.statistics import mean_interval
 from saccade.system.disk import require_writable
@@ -70,8 +70,8 @@ def run(out: Path, seed: int = 0, quick: bool = False, kind: str = "qwen2_5_vl")
     export(out / "rl", out / "exported")
 
     accuracies = {name: {split: float(v.mean()) for split, v in splits.items()} for name, splits in scores.items()}
-    size_of = int(sum(np.prod(shape) for shape in tensor_shapes(Path(model))))
-    summary = {"seconds": round(time.monotonic() - began, 1), "model_parameters": size_of, **accuracies}
+    seconds_of_all = round(time.monotonic() - began, 1)
+    summary = {"seconds": seconds_of_all, "model_parameters": numbers_in(Path(model)), **accuracies}
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _say(6, "writing the report")
     _report(out, summary, scores, seconds, size)

@@ -37,7 +37,7 @@ from saccade.config import Config, on_one_gpu
 from saccade.config.schema import DataConfig, ServeConfig
 from saccade.errors import SaccadeError
 from saccade.media.images import open_media
-from saccade.plugins.judges.service_protocol import PROTOCOL, read_samples, reply_to
+from saccade.plugins.judges.service_protocol import PATH, PROTOCOL, read_samples, reply_to
 from saccade.plugins.serving import http_server
 from saccade.plugins.serving.http_server import BACKLOG, BadRequest, Gate, JsonReply, json_app
 from saccade.registry import HOOKS
@@ -46,7 +46,6 @@ from saccade.rewards.reward_sample import RewardSample, image_records
 from saccade.rewards.scorer import Scorer
 from saccade.types import Media
 
-PATH = "/get_reward"
 BODIES_AT_ONCE = 2  # bodies of the largest size that may be in memory at once
 KEPT = 512  # requests whose scores are kept for repeats
 LATENCIES = 2048  # latest requests over which latency quantiles are computed

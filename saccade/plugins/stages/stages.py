@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ import yaml
 from saccade.checks import check
 from saccade.config import Config, given, load, to_yaml
 from saccade.config.notation import parse
+from saccade.config.schema.presets import unknown
 from saccade.config.schema.section import TRAINING, is_name
 from saccade.errors import ConfigError
 from saccade.run import checkpoint
@@ -99,8 +100,11 @@ def read(file: Path, overrides: Sequence[str], *, smoke: bool = False) -> tuple[
             changes = [*_options_of(row), *own]
             if taken := set(given(changes)) & set(SHARED):
                 raise ConfigError(f"{taken.pop()} is that of all stages; set it outside of `stages`")
-            command = _one_of("command", row.get("command"), TRAINING)
-            start = _one_of("from", row.get("from", "last"), STARTS)
+            command, start = row.get("command"), row.get("from", "last")
+            if command not in TRAINING:
+                raise unknown("command", str(command), TRAINING)
+            if start not in STARTS:
+                raise unknown("from", str(start), STARTS)
             config = load(tree, [*changes, *common], command)
             if smoke:
                 small = import_module("saccade.plugins.smoke.smoke").shrunk
@@ -122,12 +126,6 @@ def _options_of(row: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(options, dict):
             raise ConfigError(f"{section}: expects options of a section, such as train: {{lr: 1e-6}}")
         yield from (f"{section}.{name}={json.dumps(value)}" for name, value in options.items())
-
-
-def _one_of(key: str, value: Any, known: Iterable[str]) -> str:
-    if value not in known:
-        raise ConfigError(f"`{key}`: expected one of {', '.join(known)}, got {value!r}")
-    return str(value)
 
 
 def _run_stage(stage: Stage, config: Config, folder: Path, finished: Mapping[str, str]) -> None:
