@@ -30,7 +30,7 @@ TEX = re.compile(
 ALIGNED = re.compile(r"\\(begin|end)\{(align|aligned|gather|gathered|equation|split)\*?\}|(?<!\\)&")
 LACKING = yaml.safe_load((Path(__file__).parent / "formulas.yaml").read_text("utf-8"))
 CUTS = re.compile(r"(?<=[\w)}\]|])\s*(?=[=+<>-]|\\(?:leq|geq|cdot|times|q?quad)(?![a-z]))|,\s*")  # where lines may end
-STYLE: Any = ("text.hinting", "mathtext.fallback", "mathtext.default")  # options with their defaults, whatever a file says
+STYLE: Any = ("text.hinting", "mathtext.fallback", "mathtext.default")  # defaults, whatever a file of options says
 FINER = 4  # times as large is a formula drawn and then reduced: smooth strokes, at fractions of a pixel
 LARGER = 1.15  # than the text: letters of Computer Modern are small for their size
 LEAST = 0.6  # of its size, to which a formula that is wider than a line is made smaller
