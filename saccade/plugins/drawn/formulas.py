@@ -10,7 +10,7 @@ import re
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import yaml
@@ -30,7 +30,6 @@ TEX = re.compile(
 ALIGNED = re.compile(r"\\(begin|end)\{(align|aligned|gather|gathered|equation|split)\*?\}|(?<!\\)&")
 LACKING = yaml.safe_load((Path(__file__).parent / "formulas.yaml").read_text("utf-8"))
 CUTS = re.compile(r"(?<=[\w)}\]|])\s*(?=[=+<>-]|\\(?:leq|geq|cdot|times|q?quad)(?![a-z]))|,\s*")  # where lines may end
-STYLE: Any = ("text.hinting", "mathtext.fallback", "mathtext.default")  # defaults, whatever a file of options says
 FINER = 4  # times as large is a formula drawn and then reduced: smooth strokes, at fractions of a pixel
 LARGER = 1.15  # than the text: letters of Computer Modern are small for their size
 LEAST = 0.6  # of its size, to which a formula that is wider than a line is made smaller
@@ -93,12 +92,13 @@ def _is_outside(before: str) -> bool:
 
 def _formula(body: str, size: float, room: int = 0) -> Formula:
     """With a margin that centres it, if `room` is wider."""
-    from matplotlib import rc_context, rcParamsDefault
+    from matplotlib import rc_context, rcdefaults
     from matplotlib.font_manager import FontProperties
     from matplotlib.mathtext import MathTextParser
 
     font = FontProperties(size=size * LARGER, math_fontfamily="cm")
-    with rc_context({name: rcParamsDefault[name] for name in STYLE}):
+    with rc_context():
+        rcdefaults()  # whatever a matplotlibrc says
         found = MathTextParser("agg").parse(f"${body}$", 72 * FINER, font, antialiased=True)
     pixels = np.asarray(found.image)
     high, wide = pixels.shape
