@@ -17,7 +17,7 @@ import typer
 
 from saccade import __version__
 from saccade.cli_run import Arguments, DryRun, Full, Seed, Smoke, app, command, run_recipe, show_error
-from saccade.errors import EnvironmentProblem
+from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.plugins import plugin_commands  # noqa: F401  registers its commands
 from saccade.plugins.drawn import data_commands
 from saccade.registry import Table
@@ -119,6 +119,9 @@ def export(
         bool, typer.Option("--adapter-only", help="Write the LoRA adapter for peft, nothing else.")
     ] = False,
     dcp: Annotated[bool, typer.Option("--dcp", help="Write a checkpoint of torch DCP instead.")] = False,
+    zero: Annotated[
+        bool, typer.Option("--zero", help="Write weights for DeepSpeed's load_checkpoint instead.")
+    ] = False,
     like: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Of a sharded checkpoint: a folder with the config of its model.")
     ] = None,
@@ -126,8 +129,10 @@ def export(
     """Write a stand-alone Hugging Face folder from a checkpoint, also from one of DeepSpeed ZeRO, FSDP or DCP."""
     import_module("saccade.recipes.model_setup").quiet_libraries()
     exporting = import_module("saccade.plugins.export.export")
-    if dcp:
-        folder = exporting.export_dcp(checkpoint, out)
+    if dcp and zero:
+        raise ConfigError("--dcp and --zero name two formats; give one")
+    if dcp or zero:
+        folder = exporting.export_for(checkpoint, out, zero=zero, dtype=dtype)
     else:
         folder = exporting.export(checkpoint, out, dtype, verify, adapter_only, like)
     print(f"wrote {folder}")

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from saccade.errors import ConfigError, EnvironmentProblem
 from saccade.models.families import load_family
 from saccade.models.load import load_model
-from saccade.plugins.export.export import _compare, export, export_dcp
+from saccade.plugins.export.export import _compare, export, export_for
 from saccade.plugins.export.sharded_weights import sharded_weights
 from tests.ranks.processes import on_ranks
 
@@ -40,7 +40,8 @@ def test_weights_of_two_ranks_are_joined_and_go_back(tmp_path: Path, family_of: 
         export(tmp_path / "dcp", tmp_path / "out")
     for name in ("dcp", "verl"):
         _compare(path, export(tmp_path / name, tmp_path / f"{name}-out", like=path), exact=True)
-    there, back = (sharded_weights(tmp_path / "dcp"), sharded_weights(export_dcp(path, tmp_path / "back")))
+    back = sharded_weights(export_for(path, tmp_path / "back", zero=False))
+    there = sharded_weights(tmp_path / "dcp")
     assert back.keys() == there.keys() and all(torch.equal(back[name], there[name]) for name in there)
     (tmp_path / "verl" / "model_world_size_2_rank_1.pt").unlink()
     with pytest.raises(EnvironmentProblem, match=r"1 files model_world_size_\*_rank_\*\.pt of 2 ranks"):

@@ -1,5 +1,8 @@
 """A checkpoint of DeepSpeed's ZeRO, written here as its stages lay it out for two ranks, becomes a model folder."""
 
+import os
+import subprocess
+import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -7,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from typer.testing import CliRunner
 
+from saccade.cli import app
 from saccade.errors import ConfigError, EnvironmentProblem
-from saccade.plugins.export.export import export
+from saccade.plugins.export.export import _compare, export, export_for
 from saccade.plugins.export.zero_weights import zero_weights
 
 RANKS = 2
@@ -67,6 +72,52 @@ def test_weights_of_every_stage_are_joined(tmp_path: Path, family_of: Any, tenso
     (zero / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(EnvironmentProblem, match=r"1 files \*_optim_states\.pt of 2 ranks"):
         zero_weights(zero)
+
+
+DEEPSPEED = """
+import saccade.models, sys, torch, deepspeed, transformers
+path, folder, stage, half = sys.argv[1], sys.argv[2], int(sys.argv[3]), torch.bfloat16
+model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=half)
+given = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+torch.nn.init.zeros_(model.model.norm.weight)
+options = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=options, dist_init_required=True)
+assert engine.load_checkpoint(folder, load_module_only=True)[0]
+for _ in range(2):  # after a step the weights are those of the optimizer
+    assert all(torch.equal(tensor, given[name]) for name, tensor in engine.module.state_dict().items())
+    engine.backward(engine(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss)
+    engine.step()
+engine.save_checkpoint(folder + "/again")
+"""
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_audio"])
+def test_a_model_goes_to_deepspeed_and_comes_back(tmp_path: Path, family_of: Any, stock: Any, name: str) -> None:
+    path, there = Path(family_of(name).path), tmp_path / "there"
+    command = ["export", str(path), "--out", str(there), "--zero"]
+    assert CliRunner().invoke(app, [*command, "--dcp"]).exit_code == 2
+    assert CliRunner().invoke(app, command).exit_code == 0
+    state = torch.load(there / (there / "latest").read_text() / "mp_rank_00_model_states.pt", weights_only=True)
+    assert state["dp_world_size"] == 1  # this and `module` are what `load_checkpoint(…, load_module_only=True)` reads
+    given = stock(name).state_dict()
+    assert state["module"].keys() == given.keys() and all(torch.equal(state["module"][n], given[n]) for n in given)
+    _compare(path, export(there, tmp_path / "back"), exact=True)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepspeed_loads_what_was_written_for_it(tmp_path: Path, family_of: Any, stage: int) -> None:
+    pytest.importorskip("deepspeed")
+    path = family_of("qwen3").path
+    folder = export_for(path, tmp_path / "zero", zero=True, dtype="bfloat16")
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = os.environ | alone | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    run = [sys.executable, "-c", DEEPSPEED, str(path), str(folder), str(stage)]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    _compare(
+        export(path, tmp_path / "half", "bfloat16"), export(folder / "again", tmp_path / "back", like=path), exact=True
+    )
 
 
 def test_code_inside_a_checkpoint_does_not_run(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from saccade.models.families import load_family
 from saccade.models.files import model_json, require_intact
 from saccade.models.load import DTYPES, load_model
 from saccade.plugins.export.sharded_weights import sharded_folder, sharded_weights, write_dcp
-from saccade.plugins.export.zero_weights import zero_folder, zero_weights
+from saccade.plugins.export.zero_weights import write_zero, zero_folder, zero_weights
 from saccade.system.disk import require_writable
 
 ADAPTER = "adapter"  # folder that `models/lora.py` writes inside a checkpoint
@@ -35,8 +35,7 @@ def export(
     LoRA adapters are copied too; `adapter_only`: copy nothing else.
     """
     checkpoint, out = Path(checkpoint), Path(out)
-    if dtype not in (None, *DTYPES):
-        raise ConfigError(f"dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")
+    _require_known(dtype)
     for find, read in ((zero_folder, zero_weights), (sharded_folder, sharded_weights)):
         if found := find(checkpoint):
             return _from_parts(found, read(found), _described_by(like, checkpoint, found), out, dtype, verify)
@@ -61,6 +60,11 @@ def export(
     if verify:
         _compare(source, out, exact=dtype is None)
     return out
+
+
+def _require_known(dtype: str | None) -> None:
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(f"dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")
 
 
 def _require_empty(out: Path) -> None:
@@ -105,16 +109,22 @@ def _copy_description(model: Path, out: Path) -> None:
             shutil.copy2(path, out)
 
 
-def export_dcp(checkpoint: str | Path, out: str | Path) -> Path:
-    """Write a model folder or checkpoint as a torch distributed checkpoint (DCP), for trainers that use FSDP."""
+def export_for(checkpoint: str | Path, out: str | Path, *, zero: bool, dtype: str | None = None) -> Path:
+    """Write a model folder or checkpoint for DeepSpeed (`zero`), or as a torch distributed checkpoint (DCP), for
+    trainers that use FSDP. Read it back and compare.
+    """
     source, out = checkpoint_of(Path(checkpoint)), Path(out)
+    _require_known(dtype)
     _require_empty(out)
     require_intact(source)
-    family = load_family(str(source))
-    stored = str(model_json(source).get("dtype") or model_json(source).get("torch_dtype") or "float32")
-    model = load_model(family, dtype=DTYPES.get(stored, torch.float32), device=torch.device("cpu"))
-    write_dcp(model.state_dict(), out)
+    stored = dtype or str(model_json(source).get("dtype") or model_json(source).get("torch_dtype") or "float32")
+    model = load_model(load_family(str(source)), dtype=DTYPES.get(stored, torch.float32), device=torch.device("cpu"))
+    weights, step = model.state_dict(), source.name.partition("step-")[2]
+    number = int(step) if step.isdigit() else 0
+    again = zero_weights(write_zero(weights, out, number)) if zero else sharded_weights(write_dcp(weights, out))
     _copy_description(source, out)
+    if again.keys() != weights.keys() or any(not torch.equal(again[name], weights[name]) for name in weights):
+        raise EnvironmentProblem(f"{out}: what was written differs from the model's weights")
     return out
 
 

@@ -55,13 +55,11 @@ def sharded_weights(folder: Path) -> dict[str, Tensor]:
     return {WRAPPERS.sub("", name): tensor for name, tensor in found.items()}
 
 
-def write_dcp(weights: Mapping[str, Tensor], out: Path) -> None:
-    """Write {"model": weights}, which FSDP trainers load into any number of ranks; read it back and compare."""
+def write_dcp(weights: Mapping[str, Tensor], out: Path) -> Path:
+    """Write {"model": weights}, which FSDP trainers load into any number of ranks; returns the folder."""
     with _alone():
         dcp.save({"model": dict(weights)}, checkpoint_id=out, no_dist=True)
-    again = sharded_weights(out)
-    if again.keys() != weights.keys() or any(not torch.equal(again[name], weights[name]) for name in weights):
-        raise EnvironmentProblem(f"{out}: what was written differs from the model's weights")
+    return out
 
 
 @contextmanager

@@ -1,9 +1,10 @@
-"""Joins the weights of a DeepSpeed ZeRO checkpoint, stage 1, 2 or 3; trained weights are float32. Reads only tensors
-and plain values from its files; DeepSpeed is not needed.
+"""Joins the weights of a DeepSpeed checkpoint, of any stage of ZeRO; those that ZeRO trained are float32. Reads only
+tensors and plain values from its files; DeepSpeed is not needed. Also writes weights for DeepSpeed.
 
 A folder such as `global_step100/` has one optimizer file per rank: a slice of the concatenated float32 master weights
 (stages 1 and 2), or a slice of each master weight (stage 3). Model files have names, shapes and frozen weights: as
-one fragment per rank with stage 3, else in full, with rounded copies of all other weights.
+one fragment per rank with stage 3, else in full, with rounded copies of all other weights. Without ZeRO (stage 0) a
+model file has all there is.
 
     weights = zero_weights(Path("checkpoint-100/global_step100"))
 """
@@ -26,12 +27,14 @@ def zero_folder(checkpoint: Path) -> Path | None:
     """The folder with ZeRO files: this one, or the one named in its file `latest`; None if there are none."""
     latest = checkpoint / "latest"
     named = checkpoint / latest.read_text(encoding="utf-8").strip() if latest.is_file() else checkpoint
-    return next((folder for folder in (checkpoint, named) if any(folder.glob(OPTIMIZERS))), None)
+    return next((folder for folder in (checkpoint, named) if any(folder.glob(MODELS))), None)
 
 
 def zero_weights(folder: Path) -> dict[str, Tensor]:
     """Returns the full tensors by name; tied weights occur once."""
     models = [_read(path) for path in _by_rank(folder, MODELS)]
+    if not models[0].get("param_shapes"):  # stage 0
+        return dict(models[0]["module"])
     states = [_read(path)["optimizer_state_dict"] for path in _by_rank(folder, OPTIMIZERS)]
     count, first = states[0]["partition_count"], models[0]
     count = max(count) if isinstance(count, list) else count
@@ -47,6 +50,16 @@ def zero_weights(folder: Path) -> dict[str, Tensor]:
         found[name] = torch.cat(parts)[: prod(shape)].view(shape)
     joined = _of_every_weight if third else _end_to_end
     return found | dict(joined(folder, states, first["param_shapes"]))
+
+
+def write_zero(weights: Mapping[str, Tensor], out: Path, step: int) -> Path:
+    """Write what `engine.load_checkpoint(out, load_module_only=True)` of DeepSpeed reads with stages 0 to 2; returns
+    the folder with the weights.
+    """
+    (folder := out / f"global_step{step}").mkdir(parents=True)
+    torch.save({"module": dict(weights), "dp_world_size": 1}, folder / "mp_rank_00_model_states.pt")
+    (out / "latest").write_text(folder.name, encoding="utf-8")
+    return folder
 
 
 def _end_to_end(folder: Path, states: Any, groups: Any) -> Iterator[tuple[str, Tensor]]:
