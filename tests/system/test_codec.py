@@ -128,4 +128,3 @@ def test_media_of_stored_answers_come_back_with_all_that_they_show(records, tmp_
         same(rescoring._media(facts | encode(media)), media)
         assert rescoring._has_files(facts | encode(media))
     assert not rescoring._has_files(encode(film))
-    assert rescoring._media(image_records([whole])[0]) == whole  # as earlier versions wrote it
