@@ -75,8 +75,8 @@ def quick_models() -> None:
         )
         init = sys.modules["torch.nn.init"]
         for name in ("kaiming_uniform_", "uniform_", "normal_"):
-            draw = getattr(init, name)
-            setattr(init, name, lambda t, *more, draw=draw, **how: t if t.is_meta else draw(t, *more, **how))
+            fill = getattr(init, name)
+            setattr(init, name, lambda tensor, *a, fill=fill, **k: tensor if tensor.is_meta else fill(tensor, *a, **k))
 
 
 @pytest.fixture(autouse=True)
