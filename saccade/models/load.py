@@ -249,10 +249,10 @@ def describe_trained(model: nn.Module, family: Family) -> str:
     return text
 
 
-def gpu_peak_gb() -> float | None:
-    """Peak GPU memory since the last call, in GiB; None without a GPU."""
+def gpu_memory() -> dict[str, float]:
+    """GiB: the peak of this process since the last call, and what all processes on the GPU hold; {} without one."""
     if not torch.cuda.is_initialized():
-        return None
-    peak = torch.cuda.max_memory_allocated() / 2**30
+        return {}
+    peak, (free, total) = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()
     torch.cuda.reset_peak_memory_stats()
-    return peak
+    return {"mem/gpu_peak_gb": peak / 2**30, "mem/gpu_used_gb": (total - free) / 2**30}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from saccade.algorithms import annotate
 from saccade.algorithms.objective import add_sample_sizes
 from saccade.algorithms.resolved_algorithm import Algorithm
@@ -47,6 +49,10 @@ def update_models(
     assert train.lr is not None, "the defaults of the command are filled in"
     metrics, made, bad = Metrics(), progress.updates, progress.bad_updates
     per_step = algorithm.updates_per_step * train.epochs_per_batch
+    # Some forests are enough, as those of a step are much alike.
+    first = [batch for batches in updates for batch in batches][: policy.dp_size]
+    if any(batch.forest.support for batch in first):
+        metrics.add("mismatch/kept_mass", _kept_mass(first, learners))
     for batches in updates * train.epochs_per_batch:
         live, share = _live(batches), lr_factor(made, learners.total, train, updates_per_step=per_step)
         if live and critic is not None:
@@ -76,6 +82,16 @@ def update_models(
     metrics.add("policy/empty_step", not taught)
     metrics.add("count/update_tokens", train.epochs_per_batch * sum(b.tokens for part in updates for b in part))
     return replace(progress, updates=made, bad_updates=bad), metrics
+
+
+def _kept_mass(batches: Sequence[Batch], learners: Learners) -> float:
+    """Mean probability of the ids that truncated sampling kept."""
+    whole = [replace(batch, forest=replace(batch.forest, support=None)) for batch in batches]
+    kept, all_ids = (
+        np.concatenate([logprobs for logprobs, _ in learners.policy.logprobs(forests, learners.scoring)])
+        for forests in (batches, whole)
+    )
+    return float(np.exp(all_ids - kept).mean())
 
 
 def _live(batches: Sequence[Batch]) -> bool:

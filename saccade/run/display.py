@@ -18,7 +18,7 @@ from torch.profiler import profile, record_function
 
 from saccade.config import TrackConfig
 from saccade.models.families import Family
-from saccade.models.load import gpu_peak_gb
+from saccade.models.load import gpu_memory
 from saccade.registry import HOOKS
 from saccade.run.console import Console
 from saccade.run.folder import RunFolder
@@ -72,9 +72,9 @@ class Display:
             yield
             if name == "update" and torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # the optimizer's kernels are only queued so far
-        if (peak := gpu_peak_gb()) is not None:
-            key = f"mem/gpu_peak_gb/{name}"
-            self._peaks[key] = max(peak, self._peaks.get(key, 0.0))  # a phase may occur again in a step
+        for kind, found in gpu_memory().items():
+            for key in (kind, f"{kind}/{name}"):
+                self._peaks[key] = max(found, self._peaks.get(key, 0.0))  # a phase may occur again in a step
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
@@ -126,7 +126,4 @@ class Display:
     def _gpu_memory(self) -> dict[str, float]:
         """GPU memory in GiB: peaks of phases and step, and what the allocator reserves; empty without a GPU."""
         peaks, self._peaks = self._peaks, {}
-        if not peaks:
-            return {}
-        reserved = torch.cuda.memory_reserved() / 2**30
-        return peaks | {"mem/gpu_peak_gb": max(peaks.values()), "mem/gpu_reserved_gb": reserved}
+        return peaks and peaks | {"mem/gpu_reserved_gb": torch.cuda.memory_reserved() / 2**30}

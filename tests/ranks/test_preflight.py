@@ -211,7 +211,7 @@ def test_a_ray_cluster_without_room_is_named(tmp_path: Path, monkeypatch: pytest
     settings: Any = SimpleNamespace(size=8, options={})
     said = r"run\.gpus=8 needs 8 cores and 8 GPUs of .* no room; free: {'CPU': 99\.0, 'GPU': 2\.0}"
     with pytest.raises(EnvironmentProblem, match=said), ExitStack() as exits:
-        ray_cluster.ray(settings, [], tmp_path, exits, launchers.Beside(0, 1))
+        ray_cluster.ray(settings, [], tmp_path, exits, launchers.OwnEngines(0, 1))
 
 
 def test_a_full_gpu_is_no_rank_that_died() -> None:

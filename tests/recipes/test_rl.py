@@ -160,6 +160,15 @@ def test_options_that_leave_the_policy_on_its_own_samples(tmp_path, rl_config, m
     assert "time/logp_ref" not in row and "policy/kl_ref" not in row  # no reference that does not count
 
 
+def test_the_mass_that_truncated_sampling_keeps(tmp_path, rl_config):
+    found = {}
+    for top_p in (0.3, 0.8, 1.0):
+        more = {"rollout.top_p": top_p, "rollout.truncated_sampling": "replay", "algorithm.kl.coef": 0.0}
+        found[top_p] = rl.run(rl_config(tmp_path / str(top_p), run__max_steps=1) | more).get("mismatch/kept_mass")
+    # top_p keeps the fewest ids that have so much
+    assert 0.3 <= found[0.3] < 0.8 <= found[0.8] < 1 and found[1.0] is None
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
 def test_bfloat16(tmp_path, rl_config, optimizer):
     sizes = {"train.prompts_per_step": 1, "rollout.max_tokens": 3, "algorithm.kl.coef": 0.0}

@@ -50,7 +50,7 @@ SERVED = (Replica.module, Rank.module, placed_workers.__name__)  # modules that 
 TOKEN = "SACCADE_TOKEN"
 
 
-class Beside(NamedTuple):
+class OwnEngines(NamedTuple):
     """Engines that generate in addition to the ranks."""
 
     replicas: int
@@ -67,7 +67,7 @@ class Places(NamedTuple):
     workers: Callable[..., None] | None = None  # moves the reward workers of a pool elsewhere; None: they stay here
 
 
-def local(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitStack, beside: Beside) -> Places:
+def local(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitStack, engines: OwnEngines) -> Places:
     """Launcher: one child process per GPU of this machine; without GPUs they share the cores."""
     if visible and len(visible) < settings.size:
         seen = len(visible)
@@ -89,10 +89,10 @@ def local(settings: RankSettings, visible: Sequence[str], logs: Path, exits: Exi
     )
 
 
-def join(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitStack, beside: Beside) -> Places:
+def join(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitStack, engines: OwnEngines) -> Places:
     """Launcher: wait for processes to connect. By host, the first are ranks, the rest replicas; later ones spares."""
-    if beside.replicas and beside.gpus > 1:
-        gpus = f"{beside.gpus} GPUs for one engine, and `saccade rank` has one"
+    if engines.replicas and engines.gpus > 1:
+        gpus = f"{engines.gpus} GPUs for one engine, and `saccade rank` has one"
         raise ConfigError(f"rollout.tensor_parallel: {gpus}; try rollout.tensor_parallel=1, or run.launcher=ray")
     given = os.environ.get(TOKEN)
     token = given or secrets.token_hex(16)
@@ -102,11 +102,11 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, exits: Exit
         raise EnvironmentProblem(
             f"run.launcher=join: port {PORT} cannot be opened ({error.strerror}); set SACCADE_PORT to another"
         ) from None
-    shown, count = "..." if given else token, settings.size + beside.replicas
+    shown, count = "..." if given else token, settings.size + engines.replicas
     command = f"{TOKEN}={shown} saccade rank {socket.gethostname()}:{PORT}"
     log.info(f"waiting for {count} processes: run `{command}` once for each GPU")
     came = reception.arrivals(token, count)
-    if not beside.replicas:
+    if not engines.replicas:
         reception.refuse(token)
     for one in came[settings.size :]:
         reception.expected[token].put(one)
@@ -119,9 +119,9 @@ def join(settings: RankSettings, visible: Sequence[str], logs: Path, exits: Exit
     return Places(ranks_at(came[: settings.size], settings, logs), replica_at)
 
 
-def beside_of(config: Config, command: str) -> Beside:
+def own_engines(config: Config, command: str) -> OwnEngines:
     rollout, used = config.rollout, generates(config, command)
-    return Beside(rollout.replicas * used, 1 if rollout.engine == "embedded" else rollout.tensor_parallel)
+    return OwnEngines(rollout.replicas * used, 1 if rollout.engine == "embedded" else rollout.tensor_parallel)
 
 
 def ranks_at(came: Sequence[Arrival], settings: RankSettings, logs: Path) -> list[Starter]:

@@ -30,7 +30,7 @@ from saccade.engines import Capabilities, Engine
 from saccade.engines.builders import build
 from saccade.errors import EnvironmentProblem, MicroBatchTooLarge, SaccadeError, TrainingError
 from saccade.forest.batch import Batch, Forest
-from saccade.models.load import gpu_peak_gb, pick_device, pick_dtype
+from saccade.models.load import gpu_memory, pick_device, pick_dtype
 from saccade.plugins.engines.replicas.replica_process import Worker, describe_error, reporting
 from saccade.plugins.engines.weight_transfer import served
 from saccade.plugins.engines.weights import shared
@@ -190,8 +190,8 @@ class RankWorker(Worker):
                 weight.data = weight.new_empty(0)
         update = self.parts[part].train_step(_pieces(batches), decoded, **options)
         bound_scale(self.parts[part], decoded)
-        if (peak := gpu_peak_gb()) is not None:  # since the last update; the maximum over ranks
-            update.metrics.add_max("mem/gpu_peak_gb", peak)
+        for name, gib in gpu_memory().items():  # peaks since the last update; the maximum over ranks
+            update.metrics.add_max(name, gib)
         tokens = sum(batch.tokens for batch in batches)
         found = {"sums": update.metrics.sums, "maxima": update.metrics.maxima, "skipped": update.skipped}
         return found | {"tokens": tokens}

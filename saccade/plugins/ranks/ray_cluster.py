@@ -21,7 +21,7 @@ from saccade.models.load import pick_device
 from saccade.plugins.engines.replicas.replica import Replica
 from saccade.plugins.ranks import placed_workers
 from saccade.plugins.ranks.connections import JOIN_LIMIT, Arrival, Link, Reception
-from saccade.plugins.ranks.launchers import REPLACE_LIMIT, Beside, Places, beside_of, linked, ranks_at, run_rank
+from saccade.plugins.ranks.launchers import REPLACE_LIMIT, OwnEngines, Places, linked, own_engines, ranks_at, run_rank
 from saccade.plugins.ranks.placed_workers import move_workers
 from saccade.plugins.ranks.preflight import versions
 from saccade.plugins.ranks.team import RankSettings
@@ -33,13 +33,13 @@ LEFT_LIMIT = 60.0  # seconds until Ray has noticed that a machine is gone
 WORKERS_LIMIT = 30.0  # seconds until Ray has cores for reward workers
 
 
-def ray(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitStack, beside: Beside) -> Places:
+def ray(settings: RankSettings, visible: Sequence[str], logs: Path, exits: ExitStack, engines: OwnEngines) -> Places:
     """Launcher: tasks of the running Ray cluster (see `ray status`), or of a local one that is started here."""
     cluster = _cluster(exits)
     device = settings.options.get("run", {}).get("device", "auto")
-    gpus = _bundles(settings.size, beside, _gpus_of_a_rank(cluster, device, logs.absolute()))
+    gpus = _bundles(settings.size, engines, _gpus_of_a_rank(cluster, device, logs.absolute()))
     group, end = _reserve(cluster, gpus, exits), time.monotonic() + JOIN_LIMIT
-    needed = f"{_options(settings.size, beside)} needs {len(gpus)} cores and {sum(gpus)} GPUs of the Ray cluster"
+    needed = f"{_options(settings.size, engines)} needs {len(gpus)} cores and {sum(gpus)} GPUs of the Ray cluster"
     if not group.wait(1):
         log.info(f"waiting for room: {needed}; free: {_counted(cluster.available_resources())}")
     while not group.wait(1):  # not longer: Ray holds back Ctrl-C meanwhile
@@ -127,9 +127,9 @@ def _gpus_of_a_rank(cluster: Any, device: str, run: Path) -> int:
     return 1 if pick_device(device).type == "cuda" or cluster.cluster_resources().get("GPU") else 0
 
 
-def _bundles(ranks: int, beside: Beside, gpu: int) -> list[int]:
+def _bundles(ranks: int, engines: OwnEngines, gpu: int) -> list[int]:
     """GPUs of each process: first the ranks, then the replicas."""
-    return [gpu] * ranks + [gpu * beside.gpus] * beside.replicas
+    return [gpu] * ranks + [gpu * engines.gpus] * engines.replicas
 
 
 def _counted(resources: Mapping[str, float]) -> dict[str, float]:
@@ -137,8 +137,8 @@ def _counted(resources: Mapping[str, float]) -> dict[str, float]:
     return {name: resources.get(name, 0) for name in ("CPU", "GPU")}
 
 
-def _options(ranks: int, beside: Beside) -> str:
-    return f"run.gpus={ranks}" + f" rollout.replicas={beside.replicas}" * bool(beside.replicas)
+def _options(ranks: int, engines: OwnEngines) -> str:
+    return f"run.gpus={ranks}" + f" rollout.replicas={engines.replicas}" * bool(engines.replicas)
 
 
 def _reserve(cluster: Any, gpus: Sequence[int], exits: ExitStack, strategy: str = "PACK") -> Any:
@@ -152,16 +152,16 @@ def gpus_left(config: Config, command: str) -> str:
     """Returns the `run.gpus` and `rollout.replicas` options that fit the Ray cluster after machines may have been lost:
     as many as the run had, else fewer of both in proportion (down to `run.min_gpus`), then fewer replicas.
     """
-    beside, limit, run = beside_of(config, command), LEFT_LIMIT, Path(config.run.out) / config.run.name
+    engines, limit, run = own_engines(config, command), LEFT_LIMIT, Path(config.run.out) / config.run.name
     most, least = config.run.gpus, config.run.min_gpus or config.run.gpus
     counts = [*range(most, least - 1, -config.train.sequence_parallel)]
-    sizes = [(ranks, -(-beside.replicas * ranks // most)) for ranks in counts]
+    sizes = [(ranks, -(-engines.replicas * ranks // most)) for ranks in counts]
     sizes += [(counts[-1], replicas) for replicas in range(sizes[-1][1] - 1, 0, -1)]
     with ExitStack() as exits:
         cluster = _cluster(exits)
         gpu = _gpus_of_a_rank(cluster, config.run.device, run.absolute())
         for ranks, replicas in sizes:
-            fewer = beside._replace(replicas=replicas)
+            fewer = engines._replace(replicas=replicas)
             gpus = _bundles(ranks, fewer, gpu)
             with ExitStack() as tried:
                 group, end = _reserve(cluster, gpus, tried), time.monotonic() + limit

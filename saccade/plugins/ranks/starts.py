@@ -18,7 +18,7 @@ from saccade.config import Config, load
 from saccade.errors import MicroBatchTooLarge, RankLost, SaccadeError
 from saccade.models.load import pick_device
 from saccade.plugins.engines.replicas.replica_pool import visible_gpus
-from saccade.plugins.ranks.launchers import Places, beside_of, join, local
+from saccade.plugins.ranks.launchers import Places, join, local, own_engines
 from saccade.plugins.ranks.preflight import MARK, look, meet
 from saccade.plugins.ranks.ray_cluster import gpus_left, ray
 from saccade.plugins.ranks.team import RankSettings, Team
@@ -44,7 +44,7 @@ def start_team(config: Config, command: str, *, model: str, folder: str | None, 
     visible = visible_gpus("cuda") if device.type == "cuda" else []
     with ExitStack() as exits:
         exits.callback((logs / MARK).unlink, missing_ok=True)
-        places = LAUNCHERS[config.run.launcher](settings, visible, logs, exits, beside_of(config, command))
+        places = LAUNCHERS[config.run.launcher](settings, visible, logs, exits, own_engines(config, command))
         team = Team(places.ranks, exits.pop_all(), places.replicas, places.workers)
     team.store = store  # keeps the TCP store alive as long as the ranks
     if shared := meet(store, team.hosts):

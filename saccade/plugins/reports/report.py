@@ -57,7 +57,7 @@ CHARTS: Mapping[str, Mapping[str, str]] = {
     "Engine against trainer (log-prob gap)": {"mismatch/logp_gap_mean": "mean", "mismatch/logp_gap_max": "largest"},
     "Turns": {"turns/mean": "mean", "turns/max": "most"},
     "Seconds per step": {"time/step": "step", "time/rollout": "rollout", "time/update": "update"},
-    "Memory (GiB)": {"mem/host_rss_gb": "host", "mem/gpu_peak_gb": "GPU peak"},
+    "Memory (GiB)": {"mem/host_rss_gb": "host", "mem/gpu_peak_gb": "GPU peak", "mem/gpu_used_gb": "GPU, all processes"},
 }
 DULL = {"Cut responses, %": 0.0, "Repeated text, %": 0.0, "Turns": 1.0}  # folded away if it is this value throughout
 NOT_PARTS = {"mean", "std", "min", "max", "accuracy", "abstain_rate", "error_rate", "clip_frac"}
