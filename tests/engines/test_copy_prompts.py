@@ -14,7 +14,7 @@ from saccade.plugins.engines.copy_engine import collapsed, require_same_prompt, 
 from saccade.plugins.engines.sglang import body_of
 from saccade.plugins.engines.weights import folder_shapes, stored_form
 from saccade.plugins.families import tiny_kinds
-from saccade.plugins.families.proof import noise
+from saccade.plugins.families.proof_rows import noise
 from saccade.plugins.media.videos import open_video
 from saccade.types import Message, Request
 

@@ -12,7 +12,7 @@ from saccade.engines import generate
 from saccade.engines.embedded import EmbeddedEngine
 from saccade.forest.packing import pack
 from saccade.models import lora
-from saccade.plugins.families import proof
+from saccade.plugins.families import proof_rows
 from saccade.plugins.families.door import cast
 from saccade.plugins.media import sounds
 from saccade.plugins.preferences.pairs import candidate_group
@@ -99,7 +99,7 @@ def gradient_gap(family, model, rows=(), packed_by=None, packed=()):
     """Of all weights, from a forest and from separate rows through transformers: the worst, of the largest entry.
     `packed`: the same rows as the family `packed_by` packs them.
     """
-    rows = rows or proof.probes(family)
+    rows = rows or proof_rows.probes(family)
     model.eval().requires_grad_(True)
 
     def gradients(logits):
@@ -112,8 +112,8 @@ def gradient_gap(family, model, rows=(), packed_by=None, packed=()):
         model.zero_grad(set_to_none=True)
         return found
 
-    wanted = gradients([proof.theirs(model, row)[0][1] for row in rows])
-    found = gradients([logits for _, logits in proof.packed_rows(model, packed_by or family, packed or rows)])
+    wanted = gradients([proof_rows.theirs(model, row)[0][1] for row in rows])
+    found = gradients([logits for _, logits in proof_rows.packed_rows(model, packed_by or family, packed or rows)])
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     gaps = []
     for name in wanted.keys() | found.keys():
@@ -127,19 +127,19 @@ def second_turn_gap(family, model, *shown):
     the trainer.
     """
     engine, sampling = EmbeddedEngine(model, family), Sampling(max_tokens=6, ignore_eos=True)
-    first = family.render(ask(proof.noise(60, 50, 0), "First?"))
+    first = family.render(ask(proof_rows.noise(60, 50, 0), "First?"))
     (one,) = generate(engine, [Request(key="a", ids=first.ids, media=first.media, sampling=sampling, episode="e")])
-    messages = [Message(role="user", parts=("And ", *(shown or (proof.noise(100, 60, 9),)), "?"))]
+    messages = [Message(role="user", parts=("And ", *(shown or (proof_rows.noise(100, 60, 9),)), "?"))]
     more = family.render_continuation(messages, last_id=int(one.ids[-1]))
     ids = np.concatenate([first.ids, one.ids, more.ids])
     media = (*first.media, *(span.moved(len(first) + len(one.ids)) for span in more.media))
     asked = Request(key="b", ids=ids, media=media, sampling=sampling, episode="e", first_index=6)
     (two,) = generate(engine, [asked])
-    whole = proof.ProofRow(
+    whole = proof_rows.ProofRow(
         replace(first, ids=ids, sources=np.zeros(len(ids), np.int8), media=media), np.concatenate([ids, two.ids]), {}
     )
     with torch.no_grad():
-        ((_, logits),) = proof.packed_rows(model.eval(), family, [whole])
+        ((_, logits),) = proof_rows.packed_rows(model.eval(), family, [whole])
     scores = logits[:-1, : family.vocabulary].masked_fill(torch.from_numpy(family.banned), -torch.inf).log_softmax(-1)
     return float(np.abs(scores.numpy()[np.arange(6), two.ids] - two.logprobs).max())
 
@@ -149,7 +149,9 @@ def adapted_and_exported(family, model, folder):
     written then, and all.
     """
     lora.add(model, family, LoraConfig(rank=2), seed=0)
-    sample = Sample(id="s", messages=(*ask(proof.noise(90, 64, 5), "What?"), Message(role="assistant", parts=("It.",))))
+    sample = Sample(
+        id="s", messages=(*ask(proof_rows.noise(90, 64, 5), "What?"), Message(role="assistant", parts=("It.",)))
+    )
     batches = select.write_supervision(pack([dialogue(sample, family, "assistant")], micro_tokens=4096))
     backend = LocalTrainer(model, family, TrainConfig())
     losses = [
@@ -166,16 +168,16 @@ def adapted_and_exported(family, model, folder):
 
 def greedy_prompts(family, model, stock, questions=()):
     """Prompts whose greedy tokens are those of `generate`, and all."""
-    pictures = [proof.noise(90, 64, 5), proof.noise(50, 130, 6)]
+    pictures = [proof_rows.noise(90, 64, 5), proof_rows.noise(50, 130, 6)]
     usual = [("Look ", pictures[0], " and ", pictures[1], " what?"), (pictures[1], "Why?"), ("Hello there.",)]
     sampling = Sampling(temperature=0.0, max_tokens=10, ignore_eos=True)
     requests, wanted, stock.generation_config.eos_token_id = [], [], None
     for number, parts in enumerate(questions or usual):
         try:
-            inputs = proof.processed(family, parts)
+            inputs = proof_rows.processed(family, parts)
         except ValueError:  # some processors cannot take pictures of different sizes together
             parts = tuple(pictures[0] if part is pictures[1] else part for part in parts)
-            inputs = proof.processed(family, parts)
+            inputs = proof_rows.processed(family, parts)
         prompt = family.render(ask(*parts))
         requests.append(Request(key=str(number), ids=prompt.ids, media=prompt.media, sampling=sampling))
         how = {"do_sample": False, "max_new_tokens": 10, "suppress_tokens": np.flatnonzero(family.banned).tolist()}

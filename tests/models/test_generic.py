@@ -21,7 +21,7 @@ from saccade.media.images import open_media
 from saccade.models.families import load_family
 from saccade.models.heads import attach_score
 from saccade.models.load import load_model, trainable_table
-from saccade.plugins.families import generic, proof, tiny, tiny_kinds
+from saccade.plugins.families import generic, proof, proof_rows, tiny, tiny_kinds
 from saccade.plugins.media import videos
 from tests.models.against import (
     CPU,
@@ -116,7 +116,7 @@ def test_pictures_in_pieces_are_proved(kind, name, options, squares, tmp_path):
     """A small picture beside one that is cut into tiles."""
     family, model = kind(name)
     family = told(family, tmp_path, options) if options else family
-    assert tuple(sum(span.grid[::3]) for span in proof.probes(family)[0].prompt.media) == squares
+    assert tuple(sum(span.grid[::3]) for span in proof_rows.probes(family)[0].prompt.media) == squares
     assert differing(family, model) is None
 
 
@@ -138,11 +138,11 @@ def test_videos_and_sounds_are_proved_and_trained(kind, name, medium, why):
     alone, beside = proof.sense_comparisons(model.eval(), family, medium, 1e-4)
     assert alone.agrees and why in str(beside) and beside.agrees == (not why)
     one = videos.open_video(film(4, 50, 60), fps=2.0) if medium == "video" else sound(0.5)
-    rows = proof.answered(family, (one, "What is it?"), 2)
+    rows = proof_rows.answered(family, (one, "What is it?"), 2)
     assert family.banned[rows[0].ids[rows[0].prompt.media[0].start]]
     assert gradient_gap(family, model, rows) < 2e-4
     family.reader.refuse(beside.kind, str(beside))
-    mixed = family.render(ask(one, " and ", proof.noise(60, 50, 0), "?"))
+    mixed = family.render(ask(one, " and ", proof_rows.noise(60, 50, 0), "?"))
     with pytest.raises(DataError, match=f"a row holds .* beside an image; {medium} beside an image: .*leave one"):
         family.positions(mixed.ids, mixed.media)
     del family.reader.refused[beside.kind]
@@ -150,8 +150,8 @@ def test_videos_and_sounds_are_proved_and_trained(kind, name, medium, why):
         prompt = family.render(ask(one, "Why?"))
         (drawn,) = ours(model, family, [prompt])
         whole = np.concatenate([prompt.ids, drawn])
-        row = proof.ProofRow(prompt, whole, proof.processed(family, (one, "Why?")))
-        logits = proof.theirs(model, row)[0][1][:-1].masked_fill(torch.from_numpy(family.banned), -torch.inf)
+        row = proof_rows.ProofRow(prompt, whole, proof_rows.processed(family, (one, "Why?")))
+        logits = proof_rows.theirs(model, row)[0][1][:-1].masked_fill(torch.from_numpy(family.banned), -torch.inf)
         assert logits.argmax(-1).tolist() == drawn
         return
     stock = getattr(transformers, family.spec.auto_class).from_pretrained(family.path, dtype=torch.float32).eval()
@@ -161,7 +161,7 @@ def test_videos_and_sounds_are_proved_and_trained(kind, name, medium, why):
 
 def test_where_tiles_are_large_a_large_picture_is_looked_at(kind, tmp_path):
     family = told(kind("llama4")[0], tmp_path, {"size": {"height": 336, "width": 336}})
-    small, large = proof.probes(family)[0].prompt.media
+    small, large = proof_rows.probes(family)[0].prompt.media
     assert (small.grid[0], large.grid[0]) == (1, 3) and (large.media.width, large.media.height) == (400, 200)
 
 
@@ -169,7 +169,7 @@ def test_where_tiles_are_large_a_large_picture_is_looked_at(kind, tmp_path):
 def test_a_folder_says_what_a_picture_costs_at_most(kind, name, options, tmp_path):
     """Where the pixel budget does not to the token: its processor still cuts what was scaled down."""
     family = kind(name)[0]
-    large, small = (replace(proof.noise(400, 200, 0), max_pixels=pixels) for pixels in (1 << 20, 4_000))
+    large, small = (replace(proof_rows.noise(400, 200, 0), max_pixels=pixels) for pixels in (1 << 20, 4_000))
     (_, usual), (_, limited), (_, budgeted) = (
         one.measure(media)
         for one, media in ((family, large), (told(family, tmp_path, options), large), (family, small))
@@ -191,7 +191,7 @@ def told(family, folder, options):
 
 def wrong_rope(family, model):
     """Other frequencies for packed rows."""
-    own, rope = proof.packed_rows, decoder_of(model).rotary_emb
+    own, rope = proof_rows.packed_rows, decoder_of(model).rotary_emb
 
     def packed(*given):
         rope.inv_freq *= 2
@@ -200,7 +200,7 @@ def wrong_rope(family, model):
         finally:
             rope.inv_freq /= 2
 
-    return family, ("saccade.plugins.families.proof.packed_rows", packed)
+    return family, ("saccade.plugins.families.proof_rows.packed_rows", packed)
 
 
 def wider(family, model):
@@ -255,7 +255,7 @@ def test_the_proof_sees_mistakes(kind, name, mistakes, dtype, monkeypatch):
 def test_rounding_is_told_from_a_mistake(kind, monkeypatch):
     """Experts are chosen by rounded numbers: half precision is far from itself where it is rounded in another way."""
     family, model = kind("kimi_k25", torch.bfloat16)
-    packed, weights = proof.packed_rows, {name: one.clone() for name, one in model.state_dict().items()}
+    packed, weights = proof_rows.packed_rows, {name: one.clone() for name, one in model.state_dict().items()}
 
     def without_rounding(*given):
         with proof._in_float32(model, family):
@@ -364,7 +364,7 @@ def test_what_such_a_model_does_not_take_is_refused_by_name(kind):
 
 def test_typed_markers_are_prose_and_breaks_are_no_picture(kind):
     family, _ = kind("mistral3")
-    typed = family.render(ask(proof.noise(60, 50, 0), "write [IMG] here"))
+    typed = family.render(ask(proof_rows.noise(60, 50, 0), "write [IMG] here"))
     assert len(typed.media) == 1
     inside = typed.ids[typed.media[0].start : typed.media[0].end]
     breaks = family.chat.tokenizer.convert_tokens_to_ids(["[IMG_BREAK]", "[IMG_END]"])

@@ -6,7 +6,7 @@ import pytest
 from saccade.models.families import load_family
 from saccade.plugins.families import picture_processor, tiny_kinds
 from saccade.plugins.families.picture_rows import narrowed
-from saccade.plugins.families.proof import noise
+from saccade.plugins.families.proof_rows import noise
 
 pytest.importorskip("torchvision")
 SIZES = ((60, 50), (90, 70), (120, 40), (200, 300), (60, 50))

@@ -23,7 +23,7 @@ from saccade.plugins.check_data.check_data import check_data
 from saccade.plugins.doctor.agreement import unlimited
 from saccade.plugins.engines.copy_engine import shown_by
 from saccade.plugins.engines.sglang import body_of
-from saccade.plugins.families import proof, tiny_kinds
+from saccade.plugins.families import proof_rows, tiny_kinds
 from saccade.plugins.overlong.shorten import shrink
 from saccade.recipes.model_setup import family_of as family_of_config
 from saccade.run.checkpoint import copy_processor
@@ -85,7 +85,7 @@ def test_a_budget_becomes_options_of_the_processor(told, name, tmp_path):
     for budget, (wanted, tokens) in rows.items():
         unread = Media(hash="", width=400, height=300, path="nowhere", max_pixels=budget)
         assert family.measure(unread)[1] == tokens  # known without a look at the file
-        picture = replace(proof.noise(400, 300, 0), max_pixels=budget)
+        picture = replace(proof_rows.noise(400, 300, 0), max_pixels=budget)
         prompt = family.render(ask(picture, "Why?"))
         request = Request(key="a", ids=prompt.ids, media=prompt.media)
         assert shown_by(request, family) == wanted and family.picture(picture).shape == (300, 400, 3)  # not scaled
@@ -117,7 +117,7 @@ def test_a_row_that_is_too_long_is_shrunk(told):
         return len(family.render(sample.messages).ids)
 
     for size in ((640, 480), (20, 15)):
-        sample = Sample(id="a", messages=ask(replace(proof.noise(*size, 0), min_pixels=1), "Why?"))
+        sample = Sample(id="a", messages=ask(replace(proof_rows.noise(*size, 0), min_pixels=1), "Why?"))
         whole = length(sample)
         assert [length(shrink(sample, length, whole - less)) - whole for less in (1, 32)] == [-31, -58]
         assert shrink(sample, length, whole - 59) is None
@@ -125,7 +125,7 @@ def test_a_row_that_is_too_long_is_shrunk(told):
 
 def test_pictures_of_two_budgets_are_read_apart_and_refused_in_one_call(told):
     family = told("internvl", {})
-    few, many = (replace(proof.noise(400, 300, 0), max_pixels=n) for n in (1, 1 << 20))
+    few, many = (replace(proof_rows.noise(400, 300, 0), max_pixels=n) for n in (1, 1 << 20))
     prompt = family.render(ask(few, many, "Why?"))
     assert [span.length for span in prompt.media] == [4, 28]
     features = family.media(prompt.media)
@@ -165,7 +165,7 @@ def test_what_is_kept_of_a_picture_is_narrow_and_read_as_before(told, dtype, sha
     family = told("smolvlm", KINDS["smolvlm"][0])
     family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
     model = load_model(family, dtype=dtype, device=CPU)
-    spans = family.render(ask(proof.noise(400, 300, 0), proof.noise(60, 50, 1), "Why?")).media
+    spans = family.render(ask(proof_rows.noise(400, 300, 0), proof_rows.noise(60, 50, 1), "Why?")).media
 
     def seen():
         family.reader.kept = ImageCache(1 << 30, make=family.reader._row)

@@ -10,8 +10,9 @@ import pytest
 from PIL import Image
 
 from saccade.config import RewardConfig
+from saccade.plugins.verifiers.box_overlap import matched, pair
 from saccade.plugins.verifiers.extract import answer_of, extract
-from saccade.plugins.verifiers.grounding import matched, pair, read_boxes
+from saccade.plugins.verifiers.grounding import read_boxes
 from saccade.rewards.reward_sample import RewardSample, to_json
 from saccade.rewards.scorer import Scorer
 from saccade.rewards.verifiers import FORMATS, VERIFIERS

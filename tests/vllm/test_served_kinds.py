@@ -15,7 +15,7 @@ from saccade.errors import EnvironmentProblem
 from saccade.models.families import load_family
 from saccade.models.load import load_model
 from saccade.plugins.families import tiny_kinds
-from saccade.plugins.families.proof import noise
+from saccade.plugins.families.proof_rows import noise
 from saccade.plugins.media.videos import open_video
 from saccade.trainer.local import LocalTrainer
 from saccade.types import Message, Sample, Sampling

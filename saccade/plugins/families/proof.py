@@ -13,7 +13,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,33 +23,28 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import saccade
 from saccade.errors import EnvironmentProblem
-from saccade.forest import attention, interface
-from saccade.forest.packing import pack
-from saccade.media.images import open_media
+from saccade.forest import attention
 from saccade.media.kinds import KINDS
 from saccade.models.families import Family
 from saccade.models.files import model_json
-from saccade.models.heads import language_head
 from saccade.models.load import hidden_states, media_inputs
-from saccade.plugins.families.door import cast, door
+from saccade.plugins.families import proof_rows
+from saccade.plugins.families.door import door
 from saccade.plugins.families.picture_processor import BESIDE
+from saccade.plugins.families.proof_rows import Layer, ProofRow, noise
 from saccade.plugins.ranks.by_rows import keep_rows
 from saccade.plugins.ranks.machines import agreed
 from saccade.trainer import model_state
 from saccade.trainer.forward_inputs import inputs_of
-from saccade.types import Group, Media, Message, Rendered, Sample, Source, Trajectory
+from saccade.types import Media, Rendered, Source
 
-WATCHED = "saccade_probe"
 GAPS = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.02}  # of the largest number
 ROUNDINGS = 3  # of half precision, measured: two ways to compute round, and not of all rows alike
 FILLER = 16_384  # tokens before a row: as many as a forward may have
 LONGEST_ROW = 8_192  # of a row that is longer than a window
-# Sizes of a picture, up to the usual data.max_pixels: the first that is cut into several squares is looked at.
-LARGER, MOST_TOKENS = ((140, 70), (400, 200), (700, 500), (1200, 800)), 4_096
 NOT_HANDED = "not handed over: its decoder counts them itself, and last states tell whether as here"
 
 
@@ -119,7 +114,7 @@ def comparisons(model: Any, family: Family, *, filler: int = FILLER) -> Iterator
             if not (half and 0 < row.limit < row.gap < math.inf):
                 yield row
                 continue
-            rows = probes(family)
+            rows = proof_rows.probes(family)
             rounded = _by_transformers(model, rows)
             with suppress(torch.OutOfMemoryError), _in_float32(model, family):
                 if row.gap <= ROUNDINGS * max(map(_gap, rounded, _by_transformers(model, rows))):
@@ -136,8 +131,8 @@ def comparisons(model: Any, family: Family, *, filler: int = FILLER) -> Iterator
 
 
 @torch.no_grad()
-def _by_transformers(model: Any, rows: Sequence["ProofRow"]) -> list[Tensor]:
-    return [found for row in rows for found in theirs(model, row)[0]]
+def _by_transformers(model: Any, rows: Sequence[ProofRow]) -> list[Tensor]:
+    return [found for row in rows for found in proof_rows.theirs(model, row)[0]]
 
 
 @contextmanager
@@ -164,7 +159,7 @@ def _in_float32(model: Any, family: Family) -> Iterator[None]:
 
 def _comparisons(model: Any, family: Family, filler: int) -> Iterator[Compared]:
     limit = GAPS[model.dtype]
-    rows = probes(family) + _longer_than_windows(model, family)
+    rows = proof_rows.probes(family) + _longer_than_windows(model, family)
     yield from _row_comparisons(model, family, rows, limit)
     with torch.no_grad():
         gap = _behind(model, family, filler)
@@ -187,11 +182,11 @@ def sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> It
     }
     for name, prompts in asked.items():
         try:
-            rows = [row for parts, answers in prompts for row in answered(family, parts, answers)]
+            rows = [row for parts, answers in prompts for row in proof_rows.answered(family, parts, answers)]
             if left_out := [array for parts, _ in prompts for array in _left_out(family, parts)]:
                 raise ValueError(f"its processor makes {', '.join(left_out)} of one of them alone")
             made = list(_row_comparisons(model, family, rows, limit))
-            rows += answered(family, (noise(60, 50, 0),), 1)
+            rows += proof_rows.answered(family, (noise(60, 50, 0),), 1)
             spans = {span.media.kind: span for row in rows for span in row.prompt.media}.values()  # one of each kind
             widths = {family.features(model, media_inputs(family, [span], model.device)).shape[1] for span in spans}
             made.append(Compared("width of features", len(widths) - 1, of="others than those of pictures"))
@@ -203,10 +198,10 @@ def sense_comparisons(model: Any, family: Family, kind: str, limit: float) -> It
         yield worst._replace(what=f"{name}: {worst.what}", kind=name)
 
 
-def _row_comparisons(model: Any, family: Family, rows: Sequence["ProofRow"], limit: float) -> Iterator[Compared]:
+def _row_comparisons(model: Any, family: Family, rows: Sequence[ProofRow], limit: float) -> Iterator[Compared]:
     yield max((_prompts(family, row) for row in rows), key=lambda found: found.gap)
     with torch.no_grad():
-        wanted, seen = zip(*(theirs(model, row) for row in rows), strict=True)
+        wanted, seen = zip(*(proof_rows.theirs(model, row) for row in rows), strict=True)
         once = {row.prompt.ids.tobytes(): (row, told) for row, told in zip(rows, seen, strict=True)}.values()
         spans = [span for row, _ in once for span in row.prompt.media]
         lengths = [sum(span.length for span in row.prompt.media) for row, _ in once]
@@ -219,16 +214,16 @@ def _row_comparisons(model: Any, family: Family, rows: Sequence["ProofRow"], lim
     yield Compared("pictures", handed[0], max(limit, 16 * torch.finfo(model.dtype).eps))
     yield Compared("positions", handed[1] or 0, of="tokens", where="" if handed[1] is not None else NOT_HANDED)
     with torch.no_grad():
-        found = packed_rows(model, family, rows)
+        found = proof_rows.packed_rows(model, family, rows)
         model_state.set_training(model)
-        trained = packed_rows(model, family, rows[:1])
+        trained = proof_rows.packed_rows(model, family, rows[:1])
         model.eval()
     for number, what in enumerate(("last states", "logits of answers")):
         yield Compared(what, max(_gap(a[number], b[number]) for a, b in zip(found, wanted, strict=True)), limit)
     yield Compared("training", _gap(trained[0][0], found[0][0]), limit)
     if alone := [n for n, row in enumerate(rows) if not row.prompt.media]:
         with torch.no_grad():
-            texts = packed_rows(model, family, [rows[n] for n in alone])
+            texts = proof_rows.packed_rows(model, family, [rows[n] for n in alone])
         yield Compared("text alone", max(_gap(a[0], wanted[n][0]) for n, a in zip(alone, texts, strict=True)), limit)
 
 
@@ -237,66 +232,15 @@ def _gap(found: Tensor, wanted: Tensor) -> float:
     return math.inf if math.isnan(gap) else gap  # which `max` might lose
 
 
-# -- rows ------------------------------------------------------------------------------------------
-
-
-class ProofRow(NamedTuple):
-    prompt: Rendered
-    ids: np.ndarray  # prompt and answer
-    inputs: Mapping[str, Tensor]  # what the processor makes of the prompt
-
-
-def noise(width: int, height: int, seed: int) -> Media:
-    return open_media(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
-
-
-def probes(family: Family) -> list[ProofRow]:
-    """Two answers of one prompt with two pictures, one of a prompt with another picture of a size that was there, which
-    goes through the tower beside it, and one of text. One picture is small, one is cut into tiles by those who do that.
-    """
-    measured = [(size, *family.measure(Media(hash="", width=size[0], height=size[1], path=""))) for size in LARGER]
-    tiled = next((size for size, grid, n in measured if sum(grid[::3]) > 1 and n < MOST_TOKENS), LARGER[0])
-    small, wide, again = noise(60, 50, 0), noise(*tiled, 1), noise(60, 50, 2)
-    asked: list[tuple[Any, ...]] = [("What is ", small, " beside ", wide, "?"), (again, "Why so?"), ("Just text.",)]
-    made = []
-    for parts, answers in zip(asked, (2, 1, 1), strict=True):
-        try:
-            made += answered(family, parts, answers)
-        except ValueError:  # some processors cannot take pictures of different sizes together
-            made += answered(family, tuple(wide if part is small else part for part in parts), answers)
-    return made
-
-
-def answered(family: Family, parts: Sequence[Any], answers: int) -> list[ProofRow]:
-    draw, free = np.random.default_rng(3 + len(parts)), np.flatnonzero(~family.banned)
-    inputs, prompt = processed(family, parts), family.render([Message(role="user", parts=tuple(parts))])
-    return [ProofRow(prompt, np.concatenate([prompt.ids, draw.choice(free, 7)]), inputs) for _ in range(answers)]
-
-
-def processed(family: Family, parts: Sequence[Any]) -> dict[str, Tensor]:
-    """What the model's processor makes of a question."""
-    chat, reader = family.chat, family.reader
-    messages = [Message(role="user", parts=tuple(parts))]
-    text = chat.text_of(messages, generation=True, expanded=False)
-    shown = [reader.shown(part) for part in parts if isinstance(part, Media)]
-    options = {} if chat.begin else {"add_special_tokens": False}
-    try:
-        return dict(reader.call(text, shown, **options))
-    except (TypeError, ValueError):
-        if shown:
-            raise
-        return dict(reader.processor.tokenizer([text], return_tensors="pt", **options))
-
-
 def _left_out(family: Family, parts: Sequence[Any]) -> list[str]:
     """Arrays that are smaller than those of each medium alone: the model would look for features that are not there,
     and a GPU does not forgive that.
     """
-    whole = {name: value.numel() for name, value in processed(family, parts).items()}
+    whole = {name: value.numel() for name, value in proof_rows.processed(family, parts).items()}
     alone = Counter[str]()
     for part in parts:
         if isinstance(part, Media):
-            made = processed(family, (part,))
+            made = proof_rows.processed(family, (part,))
             shape = made["input_ids"].shape
             alone.update({name: value.numel() for name, value in made.items() if value.shape != shape})
     return [name for name, size in alone.items() if whole.get(name, 0) < size]
@@ -324,110 +268,9 @@ def _prompts(family: Family, row: ProofRow) -> Compared:
     return Compared("prompts", count, of="tokens", where=where)
 
 
-# -- transformers' own -----------------------------------------------------------------------------
-
-
-class Layer(NamedTuple):
-    """What attention is told in a layer."""
-
-    mask: Tensor | None
-    unknown: tuple[str, ...]  # arguments that we do not read
-    keys: int
-
-
-@contextmanager
-def _watched(model: Any, seen: dict[Any, Layer]) -> Iterator[None]:
-    """Attention of transformers with dense masks, which are noted."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import sdpa_mask
-
-    known = {*interface.READ, *interface.HARMLESS, "dropout", "logits_to_keep"}
-
-    def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
-        unknown = (n for n, value in options.items() if value is not None and value is not False and n not in known)
-        seen[getattr(module, "layer_idx", None)] = Layer(mask, tuple(unknown), k.shape[2])
-        # On a GPU, others than plain products misread some masks of 65 tokens in full precision.
-        with sdpa_kernel(SDPBackend.MATH) if q.is_cuda else nullcontext():
-            return sdpa_attention_forward(module, q, k, v, mask, scaling=options.get("scaling"))
-
-    AttentionInterface.register(WATCHED, attend)
-    AttentionMaskInterface.register(WATCHED, lambda *a, **o: sdpa_mask(*a, **o | {"allow_is_causal_skip": False}))
-    decoder = interface.decoder_of(model)
-    before = decoder.config._attn_implementation
-    ours = {module: vars(module).pop("forward") for module in decoder.modules() if "forward" in vars(module)}
-    interface.attend_by(decoder, WATCHED)
-    try:
-        yield
-    finally:
-        interface.attend_by(decoder, before)
-        for module, forward in ours.items():
-            module.forward = forward
-
-
-def theirs(model: Any, row: ProofRow) -> tuple[tuple[Tensor, Tensor], dict[Any, Layer]]:
-    """Last states [row, E] and logits [answer, vocabulary] of one row by transformers, and what each layer is told."""
-    seen: dict[Any, Layer] = {}
-    states: list[Tensor] = []
-    hook = interface.decoder_of(model).register_forward_hook(lambda *met: states.append(met[2].last_hidden_state[0]))
-    try:
-        with _watched(model, seen):
-            logits = model(**whole_inputs(model, row), use_cache=False).logits[0]
-    finally:
-        hook.remove()
-    return (states[0].float(), logits[len(row.prompt.ids) - 1 :].float()), seen
-
-
-def whole_inputs(model: Any, row: ProofRow) -> dict[str, Any]:
-    """The inputs of transformers' own forward over the prompt and the answer."""
-    answer, shape = len(row.ids) - len(row.prompt.ids), row.inputs["input_ids"].shape
-    inputs = dict(row.inputs)
-    for name, value in row.inputs.items():
-        if value.shape == shape:
-            inputs[name] = torch.nn.functional.pad(value, (0, answer), value=int(name == "attention_mask"))
-    return cast(inputs | {"input_ids": torch.from_numpy(row.ids)[None]}, model.device, model.dtype)
-
-
-# -- ours ------------------------------------------------------------------------------------------
-
-
-def packed_rows(model: Any, family: Family, rows: Sequence[ProofRow]) -> list[tuple[Tensor, Tensor]]:
-    """The same, packed: rows with one prompt are a tree."""
-    batch = _batch(rows)
-    given = inputs_of(batch, family, model.device, model.dtype, pixels=False)
-    hidden = hidden_states(model, family, given.ids, given.positions, batch.media, given.plan, places=given.places)
-    paths, starts, found = attention.paths(batch.parents), batch.node_starts, {}
-    for (_, repeat), leaf in zip(batch.keys, batch.forest.leaves.tolist(), strict=True):
-        places = np.concatenate([np.arange(starts[node], starts[node + 1]) for node in paths[leaf]])
-        states = hidden[torch.from_numpy(places).to(model.device)]
-        found[repeat] = states.float(), language_head(model)(states[len(rows[repeat].prompt.ids) - 1 :]).float()
-    return [found[number] for number in range(len(rows))]
-
-
-def _batch(rows: Sequence[ProofRow]) -> Any:
-    groups: dict[bytes, list[Trajectory]] = {}
-    for number, row in enumerate(rows):
-        length = len(row.ids)
-        member = Trajectory(
-            sample_id="probe",
-            repeat=number,
-            ids=row.ids,
-            sources=np.where(np.arange(length) < len(row.prompt), Source.PROMPT, Source.POLICY).astype(np.int8),
-            logprobs=np.zeros(length, np.float32),
-            versions=np.zeros(length, np.int32),
-            media=row.prompt.media,
-        )
-        groups.setdefault(row.prompt.ids.tobytes(), []).append(member)
-    sample = Sample(id="probe", messages=())
-    (batch,) = pack(
-        [Group(sample=sample, trajectories=tuple(g)) for g in groups.values()], micro_tokens=1 << 30, ends=True
-    )
-    return batch
-
-
 def _masks(model: Any, family: Family, row: ProofRow, layers: Mapping[Any, Layer], shown: Tensor) -> Iterator[Compared]:
     """What each layer sees against what our plan would show it."""
-    given = inputs_of(_batch([row]), family, model.device, model.dtype, pixels=False)
+    given = inputs_of(proof_rows.batch_of([row]), family, model.device, model.dtype, pixels=False)
     own: Any = given.plan
     told: dict[int, Any] = {}
 
@@ -468,7 +311,7 @@ def _handed(model: Any, family: Family, rows: Sequence[tuple[ProofRow, Tensor]])
     for row, mine in rows:
         places = np.concatenate([np.arange(span.start, span.end) for span in row.prompt.media])
         ids, where = (torch.from_numpy(each).to(model.device) for each in (row.ids, places))
-        met = door(model, **whole_inputs(model, row))
+        met = door(model, **proof_rows.whole_inputs(model, row))
         ours = family.embed(model, ids, where, mine)
         gap = max(gap, _gap(ours["inputs_embeds"].float(), met["inputs_embeds"].float()))
         found, wanted = family.positions(row.ids, row.prompt.media), met.get("position_ids")
