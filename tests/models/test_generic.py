@@ -261,7 +261,7 @@ def test_rounding_is_told_from_a_mistake(kind, monkeypatch):
         with proof._in_float32(model, family):
             return packed(*given)
 
-    monkeypatch.setattr(proof, "packed_rows", without_rounding)
+    monkeypatch.setattr(proof_rows, "packed_rows", without_rounding)
     rows = [*proof.comparisons(model, family, filler=64)]
     assert all(row.agrees for row in rows) and rows[-1].limit == 1e-4
     assert all(one.dtype == weights[n].dtype and one.equal(weights[n]) for n, one in model.state_dict().items())
