@@ -77,7 +77,8 @@ def command(
             except KeyboardInterrupt as interrupt:
                 fail("interrupted", interrupt, 130)
 
-        group.command(name, rich_help_panel=panel, epilog=f"Example: [bold]{example}[/bold]")(guarded)
+        shown = example.replace("[", r"\[")  # no markup
+        group.command(name, rich_help_panel=panel, epilog=f"Example: [bold]{shown}[/bold]")(guarded)
         return function
 
     return register
@@ -114,7 +115,8 @@ def run_recipe(
         raise ConfigError("--full: has no effect without --dry-run; add it, or leave this out")
     arguments = [*(arguments or []), *(f"run.{k}={v}" for k, v in flags.items() if v is not None)]
     config = read_config(arguments, name)
-    named = given(split(arguments)[1])
+    taken = {"data.train"} if more and "leaks" in more.get("also", ()) else set[str]()
+    named = [name for name in given(split(arguments)[1]) if name not in taken]
     if smoke:
         config = import_module("saccade.plugins.smoke.smoke").shrunk(config, name, split(arguments)[0], named)
     check(config, "rescore" if more and more.get("rescore") else name, named)

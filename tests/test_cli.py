@@ -38,6 +38,7 @@ def test_help_version_and_names(monkeypatch, capsys):
     plain, typo = run(), run("quickstat")
     assert plain.exit_code == 0 and "quickstart" in plain.stdout
     assert typo.exit_code == 2 and "quickstart" in typo.stderr
+    assert "reward.terms=[exact]" in run("data", "distill", "--help").stdout  # brackets are no markup
     importlib.import_module("saccade.plugins.export.export")  # must not hide the function of the same name
     assert all(callable(getattr(saccade, name)) for name in saccade.__all__)
     show_error("rew.py:x: [red]KeyError[/red] :x:", ValueError("x"))
@@ -70,6 +71,8 @@ def test_every_command_has_help_with_an_example(command):
     (["eval", "--rescore", "a.jsonl", "train.lr=1"], "no effect in `saccade eval --rescore`"),
     (["rl", "model.path=no/such/model", "reward.terms=[count]"], "model.path: "),
     (["eval", "model.path=tiny:qwen2_5_vl"], "data.val: nothing to evaluate"),
+    (["eval", "model.path=tiny:qwen2_5_vl", "data.val=README.md", "reward.terms=[count]", "data.train=a.jsonl",
+      "--also", "leaks"], "README.md: unknown kind of file"),
     (["algorithms", "gropo"], "grpo"),
     (["report", "no/such/run"], "not the folder of a run or an eval; give one such as runs/NAME"),
     (["init", "tiny:gpt2", "no/such/data"], "tiny model=gpt2: no such name; "),

@@ -89,10 +89,12 @@ def _ignored_part(name: str, command: str) -> tuple[str, str] | None:
     return found
 
 
-def ignored_options(config: Config, command: str) -> str | None:
-    """A line that lists options of the config that the command does not read; None without any."""
+def ignored_options(config: Config, command: str, read: Sequence[str] = ()) -> str | None:
+    """A line that lists options of the config that the command does not read, but for those in `read`; None without
+    any.
+    """
     found = [_ignored_part(name, command) for name, _, _ in given_options(config)]
-    others = dict.fromkeys(part[0] for part in found if part)
+    others = dict.fromkeys(part[0] for part in found if part and part[0] not in read)
     return f"`saccade {command}` does not read {', '.join(others)}" if others else None
 
 

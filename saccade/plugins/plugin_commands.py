@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -244,7 +245,7 @@ def annotate(
         raise ConfigError("--rows, --hide: have no effect with --read; leave them out")
     tables, made = recipe.read_annotations(folder, read, out)
     show_tables(tables)
-    print(f"wrote {made}; saccade compare {folder} {made} shows what changed")
+    print(f"wrote {made}; saccade compare {quote(str(folder))} {quote(str(made))} shows what changed")
 
 
 @command("report", panel="Look", example="saccade report runs/quickstart/rl")

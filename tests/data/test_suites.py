@@ -150,6 +150,14 @@ def test_what_is_missing_is_named_with_the_line_that_fetches_it(tmp_path: Path) 
     assert "eval.suites=vstarr: no such name; did you mean 'vstar'? Expected one of clevr_count, superclevr" in said
 
 
+def test_what_makes_a_score_unlike_the_published_one_is_said() -> None:
+    assert suites.unusual("gsm8k", 1, 1319) == suites.unusual("clevr_count", 1, 7) == []
+    assert suites.unusual("aime24", 1, 29) == [
+        "aime24: usually reported as avg@32; this is val.n=1",
+        "aime24: 29 rows were read, HuggingFaceH4/aime_2024 has 30; see that its files are whole",
+    ]
+
+
 def test_suites_alone(folder: Path) -> None:
     """A plan counts their rows; where the file names rows that are not here, it is said how to do without."""
     own = ["model.path=tiny:qwen2_5_vl", f"eval.folder={folder}", "eval.suites=[vstar,gpqa_diamond,mathvision,mmau]"]

@@ -148,12 +148,12 @@ def test_every_number_of_answers(four):
     assert metrics["by_k"]["4"]["maj@k"] == pytest.approx(np.mean(voted))
 
 
-def test_what_is_right_without_pictures_and_what_was_trained_on(tmp_path, judged, scenes):
+def test_what_is_right_without_pictures_and_what_was_trained_on(tmp_path, judged, scenes, capsys):
     rows = lines(scenes / "val.jsonl")
     (scenes / "leaky.jsonl").write_text("".join(json.dumps(row | {"id": f"t{row['id']}"}) + "\n" for row in rows[:3]))
     config = judged(tmp_path, data__train=str(scenes / "leaky.jsonl"))
     found = evaluate.run(config, out=tmp_path / "eval", also=["blind", "leaks"])
-    assert list(found) == ["val", "val-blind"]
+    assert list(found) == ["val", "val-blind"] and "does not read data.train" not in capsys.readouterr().out
     seeing, blind = ([r for r in lines(tmp_path / SAMPLES) if r["set"] == name] for name in found)
     assert [r["id"] for r in seeing] == [r["id"] for r in blind] and seeing[0]["media"] and not blind[0]["media"]
     assert len({r["response"] for r in blind}) == 1 < len({r["response"] for r in seeing})  # one text, no picture
@@ -224,7 +224,7 @@ def test_responses_can_be_scored_again(four, judged, tmp_path):
     rescored = lines(tmp_path / "other" / "samples.jsonl")
     assert [r["response"] for r in rescored] == [r["response"] for r in lines(samples)]
     alone = {"reward.terms": generous, "prompt.format": "think_answer"}  # no model, no rows
-    assert evaluate.run(alone, out=tmp_path / "alone", rescore=samples) == other
+    assert evaluate.run(alone, out=tmp_path / "alone", rescore=samples.parent) == other
 
 
 def test_scoring_again_goes_on_with_the_sets_that_are_missing(four, judged, tmp_path, monkeypatch, capsys):

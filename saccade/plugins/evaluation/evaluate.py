@@ -67,6 +67,7 @@ def run(
     asked: dict[str, Any] = {"command": "eval", "also": sorted(also)}
     rows = []
     if rescore is not None:
+        rescore = rescore / stored.SAMPLE_ROWS if rescore.is_dir() else rescore
         rows, digest = read_samples(rescore), hashlib.sha256(rescore.read_bytes()).hexdigest()
         asked = {"command": "eval --rescore", "samples": str(rescore), "hash": digest}
         config = _with_suites(config, rows, rescore)
@@ -94,16 +95,14 @@ def _evaluate(
     family = answering_family(config)
     sets = questions.validation_sets(config, family) | suite_sets(config, family)
     if "leaks" in also and not config.data.train:
-        raise ConfigError(
-            "--also leaks: there are no training rows to compare with; name them in data.train of the file"
-        )
+        raise ConfigError("--also leaks: there are no training rows to compare with; try data.train=train.jsonl")
     training = questions.load_prompts(config, config.data.train, family) if "leaks" in also else None
     seen = leaked(sets, training.samples) if training else {}
     sets = with_blind(sets) if "blind" in also else sets
     opened = evaluator_of(config, family, folder, answers=answers, command="eval", name=folder.name)
     results = list[Result]()
     with closing(TrajectoryWriter(folder)) as writer, opened as (evaluator, console):
-        for line in filter(None, (checks.ignored_options(config, "eval"), idle)):
+        for line in filter(None, (checks.ignored_options(config, "eval", ("data.train",) if training else ()), idle)):
             log.info(line)
         for dataset in sets.values():
             run_parts.test_rewards(config, evaluator.scorer, dataset.samples)
@@ -122,8 +121,8 @@ def _evaluate(
             writer.flush()
             leaks = leak_metrics(result, seen[name], result.scores) if name in seen else {}
             _finish_set(folder, summary, result, stored.sample_rows(result, family), config.eval.suites, leaks)
-            if note := name in config.eval.suites and unusual(name, config.val.n):
-                log.info(note)
+            for note in unusual(name, config.val.n, dataset.rows) if name in config.eval.suites else ():
+                log.warning(note)
             if dataset.overlong or dataset.quarantined or dataset.renamed:  # other rows, so another score
                 log.info(dataset.summary)
         for dataset in sets.values():

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -62,7 +63,7 @@ class Suite:
         """The shell command that fetches the set: only `file` if that holds the pictures, too."""
         beside = self.unpack or (not self.file.endswith(".parquet") and {"images", "audios"} & {*self.columns})
         only = "" if beside or self.fetch != FETCH else f" --include '{self.file}'"
-        return self.fetch.format(hub=self.hub, folder=self.home(folder)) + only
+        return self.fetch.format(hub=self.hub, folder=quote(str(self.home(folder)))) + only
 
     def row(self, row: Row) -> Row:
         """Convert a row of the set to a canonical row; raises RowError if a part is missing."""
@@ -178,8 +179,10 @@ def in_category(sample: Sample) -> Sample:
     return replace(sample, extra={**sample.extra, "category": kinds[known] if known else named})
 
 
-def unusual(name: str, n: int) -> str:
-    """A note if an evaluation samples another number of answers than the set's authors report; else empty."""
-    usual = suite_of(name).protocol
-    wanted = re.fullmatch(r"avg@(\d+)", usual)
-    return f"{name}: usually reported as {usual}; this is val.n={n}" if wanted and int(wanted[1]) != n else ""
+def unusual(name: str, n: int, rows: int) -> list[str]:
+    """Notes if an evaluation samples another number of answers than the set's authors report, or read other rows."""
+    suite = suite_of(name)
+    wanted = re.fullmatch(r"avg@(\d+)", suite.protocol)
+    sampled = f"{name}: usually reported as {suite.protocol}; this is val.n={n}"
+    read = f"{name}: {rows} rows were read, {suite.hub} has {suite.rows}; see that its files are whole"
+    return [sampled] * bool(wanted and int(wanted[1]) != n) + [read] * (suite.rows not in (None, rows))
