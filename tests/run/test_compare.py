@@ -62,6 +62,18 @@ def test_the_difference_is_that_of_the_items_in_both(folders):
     assert data["notes"] == notes and notes[0].startswith("2 scored items are in")
 
 
+def test_what_else_differs_is_said(tmp_path, folders):
+    scores, other = dict.fromkeys("01", 1.0), {"hash": "b" * 64, "path": "", "size": [56, 56]}
+    again = written(tmp_path / "again", scores, tmp_path / "a.png", media=[other], gold="8")
+    for folder, sampling in zip((folders[0], again), ("greedy", "4 answers, temperature 1"), strict=True):
+        (folder / "manifest.json").write_text(json.dumps({"answers": {"model": str(folder), "sampling": sampling}}))
+    assert compare(folders[0], again)[1] == [
+        f"39 scored items are in {folders[0]} only and do not count.",
+        "The sampling differs: greedy in A, 4 answers, temperature 1 in B.",
+        "2 questions have other words, pictures or golds in A and B.",
+    ]
+
+
 def test_orders_of_the_options_are_one_question(tmp_path, image):
     (tmp_path / "a.png").write_bytes(image().data)
     more = {"extra": {"rotation_of": "one"}, "response": ""}
@@ -83,6 +95,9 @@ def test_pairs_and_what_cannot_be_compared(tmp_path, folders):
     assert [cell.value for cell in compare(*models)[0][0].rows[0][1:5]] == [1, 0, 1, 1]
     with pytest.raises(ConfigError, match=r"no scored item is in both evaluations: .*base has geo and .*weak has pair"):
         compare(folders[0], models[0])
+    others = written(tmp_path / "others", {"100": 1.0}, tmp_path / "a.png")
+    with pytest.raises(ConfigError, match=r"others has geo, whose rows have other ids; evaluate the same sets"):
+        compare(folders[0], others)
     with pytest.raises(ConfigError, match=rf"no evaluation: it has no samples\.jsonl; give one such as {folders[0]}"):
         compare(folders[0], tmp_path)
     (folders[0] / "manifest.json").write_text('{"sets": [{"name": "geo"}, {"name": "more"}]}')  # broken off before more

@@ -21,7 +21,7 @@ from saccade.errors import ConfigError
 from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.reports.comparison import paired_difference
 from saccade.plugins.reports.episodes import MOST_BYTES, shortened, thumbnail
-from saccade.plugins.reports.eval_report import read_facts, read_results, unfinished
+from saccade.plugins.reports.eval_report import read_facts, read_results, unfinished, what_answered
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, write_report
 from saccade.plugins.reports.trajectories import IMAGES
 from saccade.run.folder import RESULTS, TRAJECTORIES
@@ -97,18 +97,25 @@ def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
     if not shared:
         sets = [", ".join(sorted({name for name, _ in rows})) for rows in found]
         has = " and ".join(f"{folder} has {names}" for folder, names in zip((first, second), sets, strict=True))
+        if {name for name, _ in found[0]} & {name for name, _ in found[1]}:
+            has += ", whose rows have other ids"
         raise ConfigError(f"no scored item is in both evaluations: {has}; evaluate the same sets")
-    notes = list[str]()
+    notes, how = list[str](), list[Mapping[str, str]]()
     for folder, rows in zip((first, second), found, strict=True):
-        open_sets = unfinished(read_results(folder, notes.append), read_facts(folder, notes.append))
-        notes += [f"{folder}: {line}" for line in open_sets]
+        how.append(what_answered(facts := read_facts(folder, notes.append)))
+        notes += [f"{folder}: {line}" for line in unfinished(read_results(folder, notes.append), facts)]
         if rest := len(rows) - len(shared):
             notes.append(f"{rest} scored items are in {folder} only and do not count.")
-    changed = sum(found[0][key][0][0].get("prompt") != found[1][key][0][0].get("prompt") for key in shared)
-    if changed:
-        notes.append(f"{changed} questions are worded differently in A and B.")
+    a, b = how
+    notes += [f"The {n} differs: {a[n]} in A, {b[n]} in B." for n in a if n != "model" and a[n] != b.get(n, a[n])]
+    if changed := sum(_asked(found[0][key][0][0]) != _asked(found[1][key][0][0]) for key in shared):
+        notes.append(f"{changed} questions have other words, pictures or golds in A and B.")
     pairs = ((key, found[0][key], found[1][key]) for key in shared)
-    return [Item(set=s, id=i, rows=(a, b), scores=(x, y)) for (s, i), (a, x), (b, y) in pairs], notes
+    return [Item(set=s, id=i, rows=(r, t), scores=(x, y)) for (s, i), (r, x), (t, y) in pairs], notes
+
+
+def _asked(row: Row) -> tuple[Any, ...]:
+    return row.get("prompt"), row.get("gold"), *(medium.get("hash") for medium in row.get("media") or ())
 
 
 def evaluated(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
