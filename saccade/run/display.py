@@ -92,9 +92,11 @@ class Display:
         """Log and show the metrics of a step with its times and memory, and log advice if little is being learned;
         returns the row. `unread`: a text on where the verifier found no answer.
         """
-        times = self.console.clock.lap()
+        times, peaks, self._peaks = self.console.clock.lap(), self._peaks, {}
+        reserved = peaks and {"mem/gpu_reserved_gb": torch.cuda.memory_reserved() / 2**30}
         row = {
-            **self._gpu_memory(),  # replaced by `metrics` of several GPUs
+            **peaks,  # replaced by `metrics` of several GPUs
+            **reserved,
             **metrics,
             **HOOKS["rates"](metrics, times, self._device),
             **host_memory(self._rss_at_start),
@@ -122,8 +124,3 @@ class Display:
         version = step - (kind == "train")  # rollouts are sampled before the update
         self.trajectories.write(step, groups, self._family, version=version, kind=kind, scores=scores)
         self.loggers.stored.append((kind, step))
-
-    def _gpu_memory(self) -> dict[str, float]:
-        """GPU memory in GiB: peaks of phases and step, and what the allocator reserves; empty without a GPU."""
-        peaks, self._peaks = self._peaks, {}
-        return peaks and peaks | {"mem/gpu_reserved_gb": torch.cuda.memory_reserved() / 2**30}

@@ -67,7 +67,8 @@ def estimate(
     family = family or model_setup.family_of(config, model_setup.start_folder(config))
     if config.run.gpus > 1:
         require_heads(config, family)
-    teacher = _weights_of(config.sft.teacher) if command == "sft" else 0
+    named = config.sft.teacher if command == "sft" else None
+    teacher = numbers_in(Path(named)) if named and not named.startswith("tiny:") else 0
     others = {"generates": generates(config, command), "samples": command == "rl", "teacher": teacher}
     config = as_rl(config, command, family)
     device, of_device = as_configured(device, config)
@@ -131,11 +132,6 @@ def as_rl(config: Config, command: str, family: Family) -> Config:
     changes = [f"rollout.max_tokens={longest - asked}", f"train.samples_per_prompt={1 + (command != 'sft')}"]
     changes += ["algorithm.preset=reinforce", f"algorithm.kl.coef={0.04 * (beside == 'compute')}"]
     return load(kept, changes, "rl")
-
-
-def _weights_of(path: str | None) -> int:
-    """Number of weights of a teacher; 0 for a tiny model or no teacher."""
-    return numbers_in(Path(path)) if path and not path.startswith("tiny:") else 0
 
 
 def as_configured(device: Device, config: Config) -> tuple[Device, list[str]]:

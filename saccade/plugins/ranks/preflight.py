@@ -88,7 +88,7 @@ def require_seen(seen: Mapping[str, Any], rank: int) -> None:
             f"model.path: {seen['paths'][0]} has other weights than that of the run; copy it again"
         )
     logs, end = Path(seen["logs"]), time.monotonic() + SEEN_LIMIT
-    while not _is_marked(logs, seen["mark"]):
+    while not ((file := logs / MARK).is_file() and file.read_text(encoding="utf-8") == seen["mark"]):
         if time.monotonic() > end:
             raise EnvironmentProblem(
                 f"run.out: {logs} is another folder here; use one on a disk that all machines share"
@@ -100,11 +100,6 @@ def require_seen(seen: Mapping[str, Any], rank: int) -> None:
         mine.unlink()
     except OSError as error:
         raise EnvironmentProblem(f"run.out: {logs}: {refusal(error) or error}") from error
-
-
-def _is_marked(logs: Path, mark: str) -> bool:
-    file = logs / MARK
-    return file.is_file() and file.read_text(encoding="utf-8") == mark
 
 
 def require_room(folder: Path, needed: float, device: torch.device, hint: str = ELSE) -> None:
