@@ -129,8 +129,8 @@ def export(
     """Write a stand-alone Hugging Face folder from a checkpoint, also from one of DeepSpeed ZeRO, FSDP or DCP."""
     import_module("saccade.recipes.model_setup").quiet_libraries()
     exporting = import_module("saccade.plugins.export.export")
-    if dcp and zero:
-        raise ConfigError("--dcp and --zero name two formats; give one")
+    if dcp + zero + adapter_only > 1:
+        raise ConfigError("--dcp, --zero and --adapter-only write different things; give one")
     if dcp or zero:
         folder = exporting.export_for(checkpoint, out, zero=zero, dtype=dtype)
     else:

@@ -4,6 +4,7 @@ it by loading it.
 export(Path("runs/geo/checkpoints/step-100"), Path("my-model"), dtype="bfloat16", verify=True)
 """
 
+import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from saccade.plugins.export.sharded_weights import sharded_folder, sharded_weigh
 from saccade.plugins.export.zero_weights import write_zero, zero_folder, zero_weights
 from saccade.system.disk import require_writable
 
+log = logging.getLogger(__name__)
 ADAPTER = "adapter"  # folder that `models/lora.py` writes inside a checkpoint
 
 
@@ -40,6 +42,7 @@ def export(
         if found := find(checkpoint):
             return _from_parts(found, read(found), _described_by(like, checkpoint, found), out, dtype, verify)
     source = checkpoint_of(checkpoint)
+    log.info(f"from {source}")
     adapter = source / ADAPTER
     if adapter_only and not adapter.is_dir():
         raise ConfigError(f"{source} has no adapter; it was not trained with model.train=lora")

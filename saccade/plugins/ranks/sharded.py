@@ -88,11 +88,7 @@ def reach_towers(model: Any, family: Family) -> None:
     embedding = model.get_input_embeddings()
     towers = [p for name, p in model.named_parameters() if family.tower_of(name) != "llm"]
     if any(p.requires_grad for p in towers) and not embedding.weight.requires_grad:
-        embedding.register_forward_hook(_with_gradient)
-
-
-def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    return output.requires_grad_() if torch.is_grad_enabled() else output
+        embedding.register_forward_hook(lambda _, __, out: out.requires_grad_() if torch.is_grad_enabled() else out)
 
 
 class _Empty(Batch):

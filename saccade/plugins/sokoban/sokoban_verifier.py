@@ -51,7 +51,8 @@ def sokoban(sample: RewardSample, mode: str = "solved", max_actions: int = 50, s
         best = max(best, earned)
     values = {"solved": float(state.solved), "progress": state.placed / len(state.boxes), "return": best}
     if mode == "lmmr1":
-        values["lmmr1"] = best + 0.5 + _action_bonus(moves) + _thought_bonus(sample)
+        thought = sample.text.partition("<think>")[2].partition("</think>")[0].split()
+        values["lmmr1"] = best + 0.5 + _action_bonus(moves) + min(0.2, 0.001 * sum(len(word) > 1 for word in thought))
     parts = {"accuracy": float(state.solved), "format": 1.0, **values}
     return replace(score_of(text, state.solved, "unsolved"), value=values[mode], parts=parts)
 
@@ -62,11 +63,6 @@ def _action_bonus(moves: Sequence[str]) -> float:
     bonus = 0.05 * count if count < 20 else 1 - 0.2 * ((count - 20) / 30) ** 2
     letters = "".join(move[0] for move in moves)
     return min(0.0, bonus - 0.2) if re.search(r"(.{1,5})\1{7}", letters) else bonus
-
-
-def _thought_bonus(sample: RewardSample) -> float:
-    thought = sample.text.partition("<think>")[2].partition("</think>")[0]
-    return min(0.2, 0.001 * sum(len(word) > 1 for word in thought.split()))
 
 
 VERIFIER = Verifier(function=sokoban, needs_answer=False, check_row=game.require_level)
