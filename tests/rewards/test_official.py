@@ -1,8 +1,9 @@
 """Verdicts of the verifiers of suites against those of official scorers, on crafted responses.
 
-`official_verdicts.jsonl` holds what functions of lmms-eval (0.7.3; for `anls` its source of August 2026), PromptPG
-(TabMWP), R1-V (counting), math-verify and mathruler 0.1.0 (on the last box, as EasyR1 calls it) said, once; null where
-they draw an option at random. `why` names the reason of a difference.
+`official_verdicts.jsonl` holds what functions of lmms-eval (0.7.3; for `anls`, `gpqa`, `mmstar`, `vl_rewardbench` of
+August 2026), VLMEvalKit (`can_infer`, August 2026), PromptPG (TabMWP), R1-V (counting), math-verify and mathruler 0.1.0
+(on the last box, as EasyR1 calls it) said, once; null where they draw an option at random or ask a model. `why` names
+the reason of a difference.
 """
 
 import json
@@ -21,7 +22,7 @@ ROWS = [json.loads(line) for line in Path(__file__).with_name("official_verdicts
 SUITE = {
     "choice": "vstar", "chartqa": "chartqa", "mathvista": "mathvista", "mmmu_open": "mmmu", "tabmwp": "tabmwp",
     "gsm8k": "gsm8k", "aime": "aime24", "mathvision": "mathvision", "count": "superclevr", "math_verify": "math500",
-    "anls": "docvqa", "mathruler": "geometry3k",
+    "anls": "docvqa", "mathruler": "geometry3k", "verdict": "vl_rewardbench",
 }  # fmt: skip
 REASONS = {
     "place": "we read tags, boxes and answer lines that the official pattern does not know",
@@ -29,6 +30,8 @@ REASONS = {
     "commas": "we read commas between thousands, and only there",
     "value": "we compare formulas, the official rule their texts",
     "letters": "the official pattern takes the first or last capital that it finds, and reads no words",
+    "brackets": "that of GPQA wants brackets around a letter or a colon before it",
+    "reader": "where its pattern finds nothing, that of VL-RewardBench asks a model",
     "guess": "where it finds no letter, the official scorer draws an option",
     "nearest": "the official scorer takes the option with the nearest spelling",
     "hedge": "several answers, or one that is denied or taken back, are no answer here",
@@ -61,7 +64,7 @@ def test_verdicts_are_those_of_the_official_scorer_but_for_listed_reasons(kind, 
         given = {"choices": row.get("choices", ()), "extra": row.get("extra", {})}
         sample = RewardSample(id="a", response=row["response"], answer=row["gold"], **given)
         score = VERIFIERS[term.verifier].function(sample, **term.args)
-        assert (score.kind, score.value) == ("value", row["ours"]), row
+        assert (score.kind, score.parts.get("accuracy", score.value)) == ("value", row["ours"]), row
         assert ("why" in row) == any(said != row["ours"] for said in officials(row).values()), row
 
 

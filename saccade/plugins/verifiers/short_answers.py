@@ -21,7 +21,7 @@ from saccade.plugins.verifiers.maths import MATH, MATH_ORDER, math, spelling
 from saccade.plugins.verifiers.numbers import count, gsm8k, number, relaxed
 from saccade.plugins.verifiers.response_shape import check_think_answer
 from saccade.plugins.verifiers.text_match import contains_one_of, exact, joined
-from saccade.plugins.verifiers.wording import REASON, unsettled
+from saccade.plugins.verifiers.wording import REASON, peel, unsettled
 from saccade.rewards.reward_sample import RewardSample, no_gold
 from saccade.rewards.verifiers import Verifier
 from saccade.types import Score
@@ -34,7 +34,8 @@ VERDICTS: Mapping[str, tuple[str, str, str]] = {
 
 ITEM = r"\b(?:image|video|audio|text|answer|response|item)\s*"
 BETTER = re.compile(
-    rf"{ITEM}([12ab])\s+is\s+(?:the\s+)?better\b(?:\s+than\s+(?:{ITEM}(?!\1)[12ab]|the\s+other)\b)?"
+    rf"(?:overall\s+judge?ment\W*)?{ITEM}([12ab])\s+is\s+(?:the\s+)?(?:slightly\s+)?better\b"
+    rf"(?:\s+one\b)?(?:\s+than\s+(?:{ITEM}(?!\1)[12ab]|the\s+other)\b)?"
     r"|\b(?:it\s+is\s+)?(?:a\s+)?(both\s+\w+\s+are\s+equally\s+good|tie)\b",
     re.IGNORECASE,
 )
@@ -94,7 +95,7 @@ def verdict(sample: RewardSample, found: str | None) -> Score:
     sides = [_side(gold) for gold in sample.golds]
     if not sides or None in sides:
         return no_gold(sample)
-    said = BETTER.fullmatch(REASON.sub("", found or "").strip(" *.,!\n"))
+    said = BETTER.fullmatch(peel(REASON.sub("", found or "").replace("*", "")).strip(" .,!\n"))
     return _two(sample, found, said is not None and _side(said[0]) in sides)
 
 
