@@ -1,9 +1,7 @@
 """Verdicts of the verifiers of suites against those of official scorers, on crafted responses.
 
-`official_verdicts.jsonl` holds what functions of lmms-eval (0.7.3; for `anls`, `gpqa`, `mmstar`, `vl_rewardbench` of
-August 2026), VLMEvalKit (`can_infer`, August 2026), PromptPG (TabMWP), R1-V (counting), math-verify and mathruler 0.1.0
-(on the last box, as EasyR1 calls it) said, once; null where they draw an option at random or ask a model. `why` names
-the reason of a difference.
+`official_verdicts.jsonl` holds what the scorers named in docs/evaluation.md said, once; null where they draw an option
+at random or ask a model. `why` names the reason of a difference.
 """
 
 import json
