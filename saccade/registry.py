@@ -71,6 +71,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("hooks", "loggers.live_display", "live_display=LiveDisplay"),
     ("hooks", "offload.eight_bits", "eight_bits=EightBits"),
     ("hooks", "offload.host_state", "state_in_main_memory=HostState"),
+    ("hooks", "offload.host_trainer", "host_trainer=HostTrainer"),
     ("hooks", "preferences.mappings", "mapped_rows=mapped"),
     ("hooks", "preferences.preference_rows", "chosen=chosen_view verdict=verdict_view"),
     ("hooks", "ranks.rank_trainer", "start_several=start_policy"),

@@ -172,9 +172,13 @@ def load_beside(part: str, config: Config, family: Family, algorithm: Algorithm 
 
 def load_reference(config: Config, family: Family, algorithm: Algorithm | None, policy: LocalTrainer) -> Reference:
     """The model that the policy started from: another copy, or the policy without its adapters."""
+    follows = algorithm is not None and algorithm.kl.update == "ema"
     if config.model.train not in ADAPTED:
-        return backend_of(config)(load_policy(config, family, divided=True), family)
-    if algorithm is not None and algorithm.kl.update == "ema":
+        backend = backend_of(config)
+        if config.train.offload and backend is LocalTrainer and not follows:
+            backend = HOOKS["host_trainer"]
+        return backend(load_policy(config, family, divided=True), family)
+    if follows:
         raise ConfigError("algorithm.kl.update=ema: a blend of weights is no adapter; use algorithm.kl.update=copy")
     return AdapterReference(policy)
 

@@ -35,6 +35,9 @@ def test_other_models_and_optimizers_take_their_share(large):
     plain = sizes(planned(large, H200, W1))
     found = sizes(planned(large, H200, W1, "algorithm.kl.coef=0.01"))
     assert found["reference"] == found["weights"]
+    away = planned(large, H200, W1, "algorithm.kl.coef=0.01", "train.offload=true")
+    assert [item.phase for item in away.memory.items if item.name == "reference"] == ["scoring"]
+    assert found["reference"] in [item.gib for item in away.host if item.name == "reference"]
     found = sizes(planned(large, H200, W1, "algorithm.preset=ppo", "algorithm.kl.coef=0"))
     assert found["moments of the critic"] == found["moments"]
     assert found["logits"] > 1  # of the policy; a critic reads none

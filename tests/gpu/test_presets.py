@@ -29,6 +29,16 @@ def test_two_steps(preset, dtype, tmp_path, rl_config):
     assert last["mismatch/mult_prob_error"] < (1.05 if dtype == "bfloat16" else 1.0001)
 
 
+def test_a_reference_that_waits_in_main_memory_scores_the_same(tmp_path, rl_config):
+    copied = {"algorithm.kl.coef": 0.1, "algorithm.kl.update": "copy", "algorithm.kl.update_every": 2}
+    found = []
+    for offload in (False, True):
+        config = rl_config(tmp_path / str(offload), run__max_steps=2, run__device="cuda", train__offload=offload)
+        last = rl.run(config | copied)
+        found.append({name: last[name] for name in ("policy/kl_ref", "policy/loss", "policy/grad_norm")})
+    assert found[0] == found[1] and found[0]["policy/kl_ref"] > 0
+
+
 def test_the_memory_of_a_step_is_logged(tmp_path, rl_config):
     last = rl.run(rl_config(tmp_path, run__max_steps=2, run__device="cuda"))
     peaks = {name: value for name, value in last.items() if name.startswith("mem/gpu_peak_gb/")}

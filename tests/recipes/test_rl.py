@@ -169,6 +169,16 @@ def test_the_mass_that_truncated_sampling_keeps(tmp_path, rl_config):
     assert 0.3 <= found[0.3] < 0.8 <= found[0.8] < 1 and found[1.0] is None
 
 
+def test_a_reference_in_main_memory_follows_and_is_resumed(tmp_path, rl_config, numbers):
+    copied, rows = {"algorithm.kl.coef": 0.1, "algorithm.kl.update": "copy", "algorithm.kl.update_every": 2}, []
+    for offload in (False, True):
+        config = rl_config(tmp_path / str(offload), train__offload=offload) | copied
+        for steps in (3, 4):
+            rl.run(config | {"run.resume": "auto", "run.max_steps": steps})
+        rows.append([(row["policy/loss"], row["policy/kl_ref"]) for row in numbers(tmp_path / str(offload) / "run")])
+    assert rows[0] == rows[1] and [kl > 0 for _, kl in rows[0]] == [False, True, False, True]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
 def test_bfloat16(tmp_path, rl_config, optimizer):
     sizes = {"train.prompts_per_step": 1, "rollout.max_tokens": 3, "algorithm.kl.coef": 0.0}

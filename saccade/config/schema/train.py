@@ -62,7 +62,7 @@ class TrainConfig(Section):
     optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit"] = option(
         "adamw", "adamw_bf16: bf16 weights with Kahan compensation; adamw_8bit: also moments of 8 bits, on one GPU."
     )
-    offload: bool = option(False, "Keep the optimizer's state in main memory; the numbers stay equal to the bit.")
+    offload: bool = option(False, "State and reference lie in main memory; the numbers stay equal to the bit.")
     betas: tuple[float, float] = option((0.9, 0.95), "Moments of AdamW.")
     eps: float = option(1e-8, "Added to the root of the second moment.", gt=0)
     weight_decay: float = option(0.01, "Decay of matrices; biases and norms have none.", ge=0)

@@ -127,6 +127,7 @@ def _always(plan: Plan) -> list[Item]:
     may be loaded only while they score, when the engine's memory has been freed.
     """
     half, sizes = plan.element < 4, dict[str, float]()
+    special = {"features of images": {"note": "at most"}}
     state = {} if plan.config.train.offload else state_sizes(plan)
     for whose, model in zip(("", " of the critic"), plan.learners, strict=False):
         sizes[f"weights{whose}"] = model.weights * (plan.share("weights") if plan.divides(model) else 1.0)
@@ -140,11 +141,14 @@ def _always(plan: Plan) -> list[Item]:
             sizes["reference"] = plan.element * plan.policy.trained if update == "copy" else 0.0
         else:
             sizes["reference"] = averaged if update == "ema" else plan.whole.weights * plan.share("weights")
+            alone = plan.layout == "whole" and plan.config.train.sequence_parallel == 1
+            if plan.config.train.offload and alone and update != "ema":
+                special["reference"] = {"phase": "scoring", "note": "while it scores"}
     sizes["teacher"] = plan.element * plan.teacher * plan.share("weights")
     if plan.step.pictures and towers_frozen(plan.policy.training):
         sizes["features of images"] = FEATURE_BYTES
-    notes = {"features of images": "at most"}
-    items = [Item(name=n, gib=size / GIB, phase="always", note=notes.get(n, "")) for n, size in sizes.items()]
+    usual = {"phase": "always", "note": ""}
+    items = [Item(name=name, gib=size / GIB, **usual | special.get(name, {})) for name, size in sizes.items()]
     rewards = sum(f.stat().st_size for d in reward_folders(plan.config.reward) for f in weights_in(d)) / GIB
     scoring = "scoring" if rewards and plan.config.reward.offload and plan.layout == "whole" else "always"
     rewards *= plan.share("weights")
@@ -395,12 +399,14 @@ def host_items(plan: Plan, memory: Memory, *, background: bool) -> tuple[Item, .
     numbers = sum(learner.trained for learner in plan.learners) * plan.share("state")
     state = processes * numbers * sum(state_sizes(plan).values()) / GIB
     saved += state
+    waiting = total([item for item in memory.items if (item.name, item.phase) == ("reference", "scoring")])
     waits = "kept for the next one; without room for twice that training waits"
     images = (CACHE_BYTES + DECODED.max_bytes) / GIB if plan.step.pictures else 0.0
     rows = (
         ("processes" if gpus > 1 else "the process", PROCESS_GIB * (processes + (gpus > 1)), "always", ""),
         ("weights while they load", whole, "start", "of their files, which all processes read" * (gpus > 1)),
         (OFFLOADED, state * plan.config.train.offload, "always", "pinned"),
+        ("reference", processes * waiting, "always", "pinned"),
         ("images", images * processes, "always", "at most"),
         ("copy of a checkpoint", saved if background else 0.0, "save", waits),
     )

@@ -1,7 +1,7 @@
 """A trained reward model that scores responses, rendered in its own chat template and packed as token forests.
 
-Samples of one question share its prompt as a trunk. With `offload` the weights stay in host memory between
-calls; they never change, so nothing is copied back. A reward service hosts the same class.
+Samples of one question share its prompt as a trunk. With `offload` the weights stay in main memory between
+calls. A reward service hosts the same class.
 
     model = LearnedReward.load("runs/rm/checkpoints/step-100", device=device, dtype=dtype)
     model.score([RewardSample(id="a", response="7", messages=[...], media=[...])])
@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from saccade.config import Config, RewardConfig, SeriesConfig
 from saccade.errors import ConfigError, DataError
 from saccade.forest.packing import pack
 from saccade.models.families import Family, load_family
 from saccade.models.load import load_model, pick_dtype
+from saccade.plugins.offload.host_trainer import HostTrainer
 from saccade.plugins.reward_models import reward_card
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, RewardCard, read_card, why_unusable
 from saccade.plugins.reward_models.reward_head import RewardHead, attach_reward
@@ -38,16 +38,9 @@ from saccade.types import Group, Media, Message, Sample, Trajectory
 class LearnedReward:
     fatal: tuple[type[Exception], ...] = ()  # errors of `read` that end the run; others only cost these scores
 
-    def __init__(
-        self, trainer: LocalTrainer, card: RewardCard, *, micro_tokens: int = 16_384, offload: bool = False
-    ) -> None:
-        family, model = trainer.family, trainer.model
-        self.trainer, self.card, self.family, self.micro_tokens = trainer, card, family, micro_tokens
-        self._tokens = reward_card.verdict_ids(family, card.tokens)
-        self._offloaded: list[tuple[nn.Parameter, Tensor]] = []
-        if offload and self.trainer.device.type == "cuda":
-            self._offloaded = [(p, p.data.to("cpu").pin_memory()) for p in model.parameters()]
-            self._offload()
+    def __init__(self, trainer: LocalTrainer, card: RewardCard, *, micro_tokens: int = 16_384) -> None:
+        self.trainer, self.card, self.family, self.micro_tokens = trainer, card, trainer.family, micro_tokens
+        self._tokens = reward_card.verdict_ids(self.family, card.tokens)
 
     @staticmethod
     def load(
@@ -59,6 +52,7 @@ class LearnedReward:
         untrained: bool = False,
         by_rows: Any = None,
         trainer: type[LocalTrainer] = LocalTrainer,
+        offload: bool = False,
         **options: Any,
     ) -> LearnedReward:
         """`untrained`: a folder without a head gets a random one, to try out a config. `by_rows`: how to shard the
@@ -71,7 +65,7 @@ class LearnedReward:
             head = RewardHead(like=model, card=card, seed=0, stored=Path(folder) if trained else None)
             attach_reward(model, head)
             head.above = []  # free the layers after the probed one: this model is never saved
-        return LearnedReward(trainer(model, family), card, **options)
+        return LearnedReward((HostTrainer if offload else trainer)(model, family), card, **options)
 
     def check(self, *, head: str | None = None, normalise: bool = False, steps: str | None = None) -> None:
         heads = self.card.heads
@@ -116,12 +110,7 @@ class LearnedReward:
         """Per sequence its scores [heads], or the probability of the best verdict at each of its steps [steps]."""
         scalar = self.card.kind == "scalar"
         batches = pack(groups, micro_tokens=self.micro_tokens, ends=scalar)
-        for parameter, host in self._offloaded:
-            parameter.data = host.to(self.trainer.device, non_blocking=True)
-        try:
-            found = ratings(self.trainer, batches) if scalar else judgements(self.trainer, batches, self._tokens)
-        finally:
-            self._offload()
+        found = ratings(self.trainer, batches) if scalar else judgements(self.trainer, batches, self._tokens)
         return {
             key: rows[index] if scalar else np.exp(rows[batch.sequence == index, 0])
             for batch, rows in zip(batches, found, strict=True)
@@ -152,14 +141,6 @@ class LearnedReward:
         said = "\n".join(message.text for message in reply if message.role == "assistant")
         messages = reward_card.with_marks(asked, said, self.card)
         return reward_card.steps_trajectory(name, messages, self.family, self.card.placeholder)
-
-    def _offload(self) -> None:
-        """Move the weights back to host memory, if `offload` is on."""
-        for parameter, host in self._offloaded:
-            parameter.data = host
-        if self._offloaded:
-            self.trainer.forget_features()
-            torch.cuda.empty_cache()
 
 
 def describe_folder(folder: str | Path, trust_remote_code: bool, *, untrained: bool) -> tuple[RewardCard, Family]:

@@ -1,0 +1,37 @@
+"""A frozen model that is on the GPU only while it scores, such as a reference with `train.offload` or a reward model
+with `reward.offload`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from saccade.forest.batch import Batch
+from saccade.models.families import Family
+from saccade.trainer.local import LocalTrainer
+
+
+class HostTrainer(LocalTrainer):
+    """Between calls the weights are in pinned main memory, and are changed there; scoring changes none."""
+
+    def __init__(self, model: nn.Module, family: Family) -> None:
+        super().__init__(model, family)
+        on_gpu = self.device.type == "cuda"
+        self._on_host = [(p, p.data.cpu().pin_memory() if on_gpu else p.data) for p in model.parameters()]
+        self._leave()
+
+    def map_batches(self, batches: Sequence[Batch], read: Callable[[Batch], Any]) -> list[Any]:
+        for parameter, host in self._on_host:
+            parameter.data = host.to(self.device, non_blocking=True)
+        try:
+            return super().map_batches(batches, read)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        for parameter, host in self._on_host:
+            parameter.data = host
+        self.forget_features()
+        torch.cuda.empty_cache()
