@@ -29,7 +29,6 @@ from saccade.system import devices
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 CARDS = {24: "RTX 4090", 48: "L40S", 80: "H100", 141: "H200"}
-SMALLEST = ("model.train=lora", "train.offload=true")
 MARK = "(`saccade estimate`)."
 
 
@@ -96,9 +95,6 @@ def needs(file: Path, scratch: Path) -> str:
     text = f"Fits one GPU of {least} GB" if least else f"Does not fit one GPU of {max(CARDS)} GB as it is"
     if least is None or least > 80:
         ways = [way for way in found[80].advice if not way.startswith(("data.", "rollout.max_tokens", "run."))]
-        both = load(file, [f"model.path={folder}", *SMALLEST], command)
-        if not ways and estimate(both, devices.lookup(CARDS[80]), command=command).memory.fits:
-            ways = [" ".join(SMALLEST)]
         text += f"; with {ways[0]} one of 80 GB is enough" if ways else "; use run.gpus=8"
     return f"{text} {MARK}"
 
