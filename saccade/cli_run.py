@@ -8,9 +8,7 @@ Slow modules are imported where they are needed, so that `saccade --help` stays 
 from __future__ import annotations
 
 import functools
-import os
 import shutil
-import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from saccade.errors import ConfigError, EnvironmentProblem, SaccadeError
+from saccade.run.messages import show_error
 from saccade.system.disk import refusal
 
 if TYPE_CHECKING:
@@ -87,14 +86,6 @@ def command(
 def fail(message: str, error: BaseException, code: int) -> None:
     show_error(message, error)
     raise typer.Exit(code) from None
-
-
-def show_error(message: str, error: BaseException) -> None:
-    from rich.console import Console
-
-    if os.environ.get("SACCADE_DEBUG"):
-        traceback.print_exception(error)
-    Console(stderr=True, soft_wrap=True, emoji=False).print(message, style="red", markup=False, highlight=False)
 
 
 def run_recipe(

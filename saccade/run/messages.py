@@ -1,4 +1,4 @@
-"""Shows the log messages of the package.
+"""Shows the log messages of the package, and the error that ends a command.
 
 Every module logs to a child of the logger `saccade`; the display of a run, or the command, shows the messages that
 arrive there. Warnings are marked as such.
@@ -8,6 +8,8 @@ arrive there. Warnings are marked as such.
 """
 
 import logging
+import os
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -37,3 +39,11 @@ def shown_by(show: Callable[[str], object]) -> Iterator[None]:
     finally:
         LOGGER.handlers, level, LOGGER.propagate = before
         LOGGER.setLevel(level)
+
+
+def show_error(message: str, error: BaseException) -> None:
+    from rich.console import Console
+
+    if os.environ.get("SACCADE_DEBUG"):
+        traceback.print_exception(error)
+    Console(stderr=True, soft_wrap=True, emoji=False).print(message, style="red", markup=False, highlight=False)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import distributed
 
-from saccade.cli_run import show_error
 from saccade.config import Config, load
 from saccade.errors import MicroBatchTooLarge, RankLost, SaccadeError
 from saccade.models.load import pick_device
@@ -22,6 +21,7 @@ from saccade.plugins.ranks.launchers import Places, join, local, own_engines
 from saccade.plugins.ranks.preflight import MARK, look, meet
 from saccade.plugins.ranks.ray_cluster import gpus_left, ray
 from saccade.plugins.ranks.team import RankSettings, Team
+from saccade.run.messages import show_error
 
 log = logging.getLogger(__name__)
 
