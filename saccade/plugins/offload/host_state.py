@@ -61,7 +61,7 @@ class HostState(OptimizerState):
                 f"train.offload: the optimizer's state takes {size(needed)} of main memory, and {size(free)} are free; "
                 f"try {smaller}train.offload=false or more machines"
             )
-        self._flat = {key: _zeros(self._length // each, kind, self.device) for key, (kind, each) in every.items()}
+        self._flat = {key: host_zeros(self._length // each, kind, self.device) for key, (kind, each) in every.items()}
         self.tensors = {name: {key: self._view(name, key) for key in keys[name]} for name in parameters}
 
     def _view(self, name: str, key: str) -> Tensor:
@@ -108,7 +108,7 @@ class HostState(OptimizerState):
         device.synchronize()  # the state may be read from now on
 
 
-def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in main memory, pinned if the device is a GPU; torch would round pinned memory up to powers of two."""
     block = new_block(count * dtype.itemsize)
     view = memoryview(block)  # referenced by the tensor and all its views
@@ -117,7 +117,7 @@ def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         runtime, start = torch.cuda.cudart(), tensor.zero_().data_ptr()  # all cores fault in the pages
         if error := int(runtime.cudaHostRegister(start, tensor.nbytes, 0)):
             asked = f"{size(tensor.nbytes)} of main memory cannot be pinned (CUDA error {error})"
-            raise EnvironmentProblem(f"train.offload: {asked}; try train.offload=false")
+            raise EnvironmentProblem(f"train.offload: {asked}; try train.offload=false reward.offload=false")
         weakref.finalize(view, _unpin, start, block).atexit = False
     return tensor
 

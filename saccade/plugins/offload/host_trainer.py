@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from saccade.forest.batch import Batch
 from saccade.models.families import Family
+from saccade.plugins.offload.host_state import host_zeros
 from saccade.trainer.local import LocalTrainer
 
 
@@ -18,8 +19,7 @@ class HostTrainer(LocalTrainer):
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         super().__init__(model, family)
-        on_gpu = self.device.type == "cuda"
-        self._on_host = [(p, p.data.cpu().pin_memory() if on_gpu else p.data) for p in model.parameters()]
+        self._on_host = [(weight, self._copied(weight.data)) for weight in model.parameters()]
         self._leave()
 
     def map_batches(self, batches: Sequence[Batch], read: Callable[[Batch], Any]) -> list[Any]:
@@ -29,6 +29,11 @@ class HostTrainer(LocalTrainer):
             return super().map_batches(batches, read)
         finally:
             self._leave()
+
+    def _copied(self, weight: Tensor) -> Tensor:
+        if self.device.type != "cuda":
+            return weight
+        return host_zeros(weight.numel(), weight.dtype, self.device).view(weight.shape).copy_(weight)
 
     def _leave(self) -> None:
         for parameter, host in self._on_host:
