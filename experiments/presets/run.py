@@ -1,20 +1,17 @@
-"""Which algorithm should I use? GRPO and ten other presets train a small vision-language model on questions about drawn
-scenes and charts, with equal rollouts. Does all: questions, the learning rate of each preset by trials on other
-questions, all presets and seeds, RESULTS.md and its picture.
+"""Which algorithm should I use? GRPO and ten other presets teach the quickstart's model to count, with equal rollouts.
+Does all: scenes, a cold start for each seed, the learning rate of each preset by trials on other scenes with another
+seed, all presets and seeds, RESULTS.md and its picture.
 
-    python experiments/presets/run.py                  # from the weights of experiments/smolvlm; or --model FOLDER
-    python experiments/presets/run.py --dev            # the trials alone
-    python experiments/presets/run.py --page           # writes the page of the stored results
-    python experiments/presets/run.py --tiny           # a random model on a CPU, in seconds
+    OMP_NUM_THREADS=1 python experiments/presets/run.py            # on a CPU, a run on each of two cores
+    OMP_NUM_THREADS=1 python experiments/presets/run.py --dev      # the trials alone
+    python experiments/presets/run.py --page                       # writes the page of the stored results
+    python experiments/presets/run.py --tiny                       # two steps, in seconds
 """
 
 import argparse
-import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +21,32 @@ sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no instal
 from experiments.arms import Job, carry_out, command_line, name_failed, options_of, out_of, run_and_write  # noqa: E402
 from experiments.pages import best_rates, read  # noqa: E402
 from experiments.presets.page import PRESETS, rates_of, write_page  # noqa: E402
-from experiments.row_files import questions  # noqa: E402
-from experiments.smolvlm import base  # noqa: E402
 from saccade.algorithms.build import resolve  # noqa: E402
 from saccade.config import AlgorithmConfig  # noqa: E402
-from saccade.plugins.drawn.chart_questions import CHART_KINDS, draw_chart_row  # noqa: E402
-from saccade.plugins.drawn.scene_questions import SCENE_KINDS, draw_scene_row  # noqa: E402
+from saccade.plugins.families import tiny_kinds  # noqa: E402
+from saccade.plugins.quickstart import quickstart  # noqa: E402
 
 SIZE = {
-    "steps": 50,
+    "steps": 60,
     "rollouts": 240,  # per step: a multiple of every preset's samples per prompt
-    "rates": ("3e-6", "1e-5", "3e-5"),
+    "rates": ("2e-4", "5e-4", "1e-3"),
     "rounds": 10,  # at most, of dynamic sampling
-    "rows": {"train": 6000, "dev": 400, "test": 500},  # rows about scenes, and as many about charts
+    "rows": {"demonstrations": 400, "prompts": 6000, "evaluation": 600},
 }
-TINY = {"steps": 1, "rollouts": 16, "rates": ("1e-5",), "rounds": 1, "rows": {"train": 8, "dev": 2, "test": 2}}
+TINY = {
+    "steps": 1,
+    "rollouts": 16,
+    "rates": ("5e-4",),
+    "rounds": 1,
+    "rows": {"demonstrations": 64, "prompts": 16, "evaluation": 6},
+}
 TRIAL_SEED = 100
 CRITIC = 9  # learning rate of the critic over that of the policy, as in the defaults
-DRAWN = {"scenes": (draw_scene_row, SCENE_KINDS), "charts": (draw_chart_row, CHART_KINDS)}
-
-
-def draw_rows(out: Path, rows: Mapping[str, int], workers: int) -> dict[str, list[dict[str, str]]]:
-    """The sets of each split."""
-    sets: dict[str, list[dict[str, str]]] = {split: [] for split in rows}
-    for seed, (split, count) in enumerate(rows.items()):
-        for name, (draw, known) in DRAWN.items():
-            kinds = [kind for kind in known if kind != "describe"]
-            file = out / f"{name}-{split}.jsonl"
-            questions(partial(draw, split="same", kinds=kinds, side=base.SIDE), file, count, seed=seed, workers=workers)
-            sets[split].append({"path": str(file), "name": name})
-    return sets
 
 
 def settings_of(preset: str, rate: str, size: Mapping[str, Any]) -> list[str]:
     """The rollouts of a step are divided among prompts by the samples of the preset."""
-    row = resolve(AlgorithmConfig(preset=preset), max_tokens=16)
+    row = resolve(AlgorithmConfig(preset=preset), max_tokens=12)
     prompts = size["rollouts"] // (row.samples_per_prompt + row.estimator.greedy)
     options = [f"algorithm.preset={preset}", f"train.lr={rate}", f"train.prompts_per_step={prompts}"]
     if row.needs_critic:
@@ -70,27 +58,29 @@ def settings_of(preset: str, rate: str, size: Mapping[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__ or "", "presets", at_once=8)
-    base.ask_for_model(parser)
-    args = parser.parse_args(argv)
+    args = command_line(__doc__ or "", "presets", at_once=2).parse_args(argv)
     if args.page:
         return run_and_write([], args, HERE, write_page)
     if unknown := {*(args.arms or ())} - PRESETS.keys():
-        parser.error(f"--arms {' '.join(sorted(unknown))}: expected some of {', '.join(PRESETS)}")
-    out = args.out.resolve()
+        sys.exit(f"--arms {' '.join(sorted(unknown))}: expected some of {', '.join(PRESETS)}")
+    out, size = args.out.resolve(), TINY if args.tiny else SIZE
     presets = [preset for preset in PRESETS if preset in (args.arms or PRESETS)]
-    size, cores = (TINY, 1) if args.tiny else (SIZE, os.cpu_count() or 1)
-    model, sets = base.start_model(args), draw_rows(out / "rows", size["rows"], cores)
     tried = size["rates"][: 1 if args.rehearse else None]
 
     def run(split: str, arms: Mapping[str, tuple[str, str]], seeds: Sequence[int]) -> list[str]:
-        """Arm → preset and learning rate; in test also the model as it is. Returns the runs that failed."""
-        given = {"model.path": model, "data.val": sets[split]}
-        common = options_of(HERE, args, ["rl.yaml"], given)
-        jobs = [Job(arm="base", seed=seeds[0], command="eval", options=common)] if split == "test" else []
-        for arm, (preset, rate) in arms.items():
-            options = (*common, f"data.train={json.dumps(sets['train'])}", *settings_of(preset, rate, size))
-            jobs += [Job(arm=arm, seed=seed, command="rl", options=options) for seed in seeds]
+        """Arm → preset and learning rate. Every seed has its own weights and cold start. Returns the names of runs that
+        failed.
+        """
+        data, jobs = quickstart.draw_data(out / split / "data", size["rows"], seeds[0]), list[Job]()
+        for seed in seeds:
+            model = tiny_kinds.build("qwen2_5_vl", out / f"model-{seed}", words=quickstart.WORDS, seed=seed)
+            given = {"model.path": model, "data.train": data["demonstrations"]}
+            cold = options_of(HERE, args, ["../systems/sft.yaml"], given, f"run.max_steps={1 if args.tiny else 100}")
+            jobs.append(Job(arm="cold", seed=seed, command="sft", options=cold))
+            common = options_of(HERE, args, ["rl.yaml"], {"data.train": data["train"], "data.val": data["val"]})
+            for arm, (preset, rate) in arms.items():
+                options = (*common, *settings_of(preset, rate, size))
+                jobs.append(Job(arm=arm, seed=seed, command="rl", options=options, after="cold"))
         changed = vars(args) | {"arms": None, "dev": split == "dev"}
         return carry_out(jobs, argparse.Namespace(**changed), HERE, write_page)
 
