@@ -11,21 +11,25 @@ from typing import Any
 from experiments.row_files import Rows
 
 WRONG = 2  # pairs per question, with its most frequent wrong answers
-# Ways to spoil a right answer; `other` is the right answer to another question.
+# Ways to spoil a right response; `other` is the right one to another question.
 SPOILS: Mapping[str, Callable[[str, str], str]] = {
     "twice": lambda right, other: f"{right} {right}",
-    "two answers": lambda right, other: f"{right} or {other}",
-    "goes on": lambda right, other: f"{right} {other} {right} {other} {right}",
-    "a sentence": lambda right, other: f"There is {right} in the picture, which is not {other}",
+    "two answers": lambda right, other: f"{right} {_answer(other)}",
+    "goes on": lambda right, other: f"{right} {other} {right}",
+    "no thought": lambda right, other: _answer(right),
 }
 
 
+def _answer(response: str) -> str:
+    return response.rpartition("</think>")[2].strip()
+
+
 def pairs_of(questions: Rows, answered: Rows) -> list[dict[str, Any]]:
-    """The chosen side is a right response of the model, or the gold answer if it gave none."""
+    """The chosen side is a right response of the model, or the demonstration if it gave none."""
     asked, pairs = {row["id"]: row for row in questions}, []
     for row in answered:
         said = [(response["text"].strip(), response["reward"]) for response in row["responses"]]
-        right = next((text for text, reward in said if reward == 1), row["answer"])
+        right = next((text for text, reward in said if reward == 1), asked[row["id"]]["demonstration"])
         wrong = [text for text, reward in said if reward == 0 and text]
         for number, text in enumerate(sorted({*wrong}, key=lambda one: (-wrong.count(one), one))[:WRONG]):
             about = {"id": f"{row['id']}/{number}", "images": asked[row["id"]]["images"]}

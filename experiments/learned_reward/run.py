@@ -1,20 +1,18 @@
 """When is a learned reward hacked, and what prevents it? A reward model learns from pairs of right and wrong answers of
-the model itself; RL with it is compared to RL with the rule that it imitates. Does all: questions, answers, pairs,
-settings by trials on other questions, all arms and seeds, RESULTS.md and its pictures.
+the quickstart's model; RL with it is compared to RL with the rule that it imitates. Does all: scenes, a cold start,
+answers, pairs, settings by trials on other questions, all arms and seeds, RESULTS.md and its pictures.
 
-    python experiments/learned_reward/run.py           # from the weights of experiments/smolvlm; or --model FOLDER
-    python experiments/learned_reward/run.py --dev     # the trials alone
-    python experiments/learned_reward/run.py --page    # writes the page of the stored results
-    python experiments/learned_reward/run.py --tiny    # a random model on a CPU, in seconds
+    OMP_NUM_THREADS=1 python experiments/learned_reward/run.py          # on a CPU, a run on each of two cores
+    OMP_NUM_THREADS=1 python experiments/learned_reward/run.py --dev    # the trials alone
+    python experiments/learned_reward/run.py --page                     # writes the page of the stored results
+    python experiments/learned_reward/run.py --tiny                     # two steps, in seconds
 """
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -34,20 +32,34 @@ from experiments.arms import (  # noqa: E402
 from experiments.learned_reward.page import ARMS, rates_of, write_page  # noqa: E402
 from experiments.learned_reward.pairs import pairs_of, spoiled_pairs  # noqa: E402
 from experiments.pages import best_rates, read  # noqa: E402
-from experiments.row_files import questions, read_rows, write_rows  # noqa: E402
-from experiments.smolvlm import base  # noqa: E402
-from saccade.plugins.drawn.scene_questions import SCENE_KINDS, draw_scene_row  # noqa: E402
+from experiments.row_files import read_rows, write_rows  # noqa: E402
+from saccade.plugins.export.export import checkpoint_of  # noqa: E402
+from saccade.plugins.families import tiny_kinds  # noqa: E402
+from saccade.plugins.quickstart import counting, quickstart  # noqa: E402
 
 STEPS = 200
-SIZES = {"pairs": 3000, "train": 4000, "dev": 400, "test": 600}  # questions
-TINY = {"pairs": 10, "train": 4, "dev": 2, "test": 2}
-RATES = {"rule": ("3e-6", "1e-5", "3e-5"), "rm": ("1e-5", "3e-5", "1e-4")}
+SIZES = {"demonstrations": 400, "pairs": 3000, "train": 4000, "dev": 300, "test": 600}  # scenes
+TINY = {"demonstrations": 64, "pairs": 10, "train": 4, "dev": 2, "test": 2}
+RATES = {"rule": ("2e-4", "5e-4", "1e-3"), "rm": ("3e-4", "1e-3", "3e-3")}
 TRIAL_SEED = 100
-KINDS = [kind for kind in SCENE_KINDS if kind != "describe"]
 LEARNED = [
     {"verifier": "model", "name": "learned", "args": {"path": "{after}", "normalise": True}},
-    {"verifier": "exact", "weight": 0.0},  # the true accuracy, only reported
+    {"verifier": "count", "weight": 0.0},  # the true accuracy, only reported
 ]
+
+
+def draw_scenes(out: Path, tiny: bool) -> None:
+    """Each set has scenes of its own; demonstrations have three of the six colours of the others."""
+    for seed, (name, number) in enumerate((TINY if tiny else SIZES).items()):
+        taught = name == "demonstrations"
+        colours = counting.TEACHING_COLOURS if taught else counting.TRAINING_COLOURS
+        drawn = counting.counting_split(number, seed=seed, colours=colours)
+        counting.write_jsonl([*map(counting.demonstrated, drawn)] if taught else drawn, out, name=name)
+
+
+def finished(job: Job, out: Path, tiny: bool) -> None:
+    if start(job, out, None, 0 if tiny else 1).wait():
+        sys.exit(f"{job.name} failed:\n{last_lines(out / f'{job.name}.log')}")
 
 
 def write_pairs(out: Path, options: tuple[str, ...], asked: Path, tiny: bool) -> None:
@@ -57,8 +69,7 @@ def write_pairs(out: Path, options: tuple[str, ...], asked: Path, tiny: bool) ->
     if (out / "spoiled-train.jsonl").exists():  # the file that is written last
         return
     job = Job(arm="answers", seed=0, command="generate", options=options)
-    if start(job, out, None, 0 if tiny else 1).wait():
-        sys.exit(f"no answers to make pairs of:\n{last_lines(out / 'answers-0.log')}")
+    finished(job, out, tiny)
     answered = read_rows(out / job.name / "generations.jsonl")
     tenth = len(answered) // 10 + 1
     splits = {"dev": answered[:tenth], "test": answered[tenth : 2 * tenth], "train": answered[2 * tenth :]}
@@ -70,17 +81,18 @@ def write_pairs(out: Path, options: tuple[str, ...], asked: Path, tiny: bool) ->
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__ or "", "learned_reward", at_once=8)
-    base.ask_for_model(parser)
-    args = parser.parse_args(argv)
+    args = command_line(__doc__ or "", "learned_reward", at_once=2).parse_args(argv)
     if args.page:
         return run_and_write([], args, HERE, write_page)
     out = args.out.resolve()
-    sizes, cores = (TINY, 1) if args.tiny else (SIZES, os.cpu_count() or 1)
-    model, rows = base.start_model(args), out / "rows"
-    draw = partial(draw_scene_row, split="same", kinds=KINDS, side=base.SIDE)
-    for seed, (split, count) in enumerate(sizes.items()):
-        questions(draw, rows / f"{split}.jsonl", count, seed=seed, workers=cores)
+    rows = out / "rows"
+    if not any((rows / "cold-0").glob("checkpoints/step-*")):
+        draw_scenes(rows, args.tiny)
+        built = tiny_kinds.build("qwen2_5_vl", out / "model", words=quickstart.WORDS, seed=0)
+        given = {"model.path": built, "data.train": rows / "demonstrations.jsonl"}
+        files = options_of(HERE, args, ["../systems/sft.yaml"], given)
+        finished(Job(arm="cold", seed=0, command="sft", options=files), rows, args.tiny)
+    model = checkpoint_of(rows / "cold-0")
 
     def options(file: str, train: Path | None = None, val: Path | None = None, *changes: str) -> tuple[str, ...]:
         sets = [{"path": str(val), "name": "pairs" if "rm" in file else "test"}] if val else None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from experiments.learned_reward import run
 from experiments.learned_reward.page import rates_of, story, write_page
-from experiments.learned_reward.pairs import SPOILS, pairs_of, spoiled_pairs
+from experiments.learned_reward.pairs import pairs_of, spoiled_pairs
 from experiments.pages import best_rates, read
 from experiments.row_files import read_rows
 
@@ -27,18 +27,21 @@ def test_rl_follows_a_reward_model_of_pairs_from_nothing(tmp_path: Path) -> None
 
 def test_pairs_are_wrong_answers_of_the_model_below_right_ones() -> None:
     asked = [{"id": name, "images": ["a.png"], "problem": f"<image>{name}?"} for name in "abc"]
-    said = {"a": ["red", "blue", "blue", "green", "pink"], "b": ["two", "3"], "c": ["yes"]}
-    gold = {"a": "black", "b": "3", "c": "yes"}
+    right = {name: f"<think> {name} </think><answer> {n} </answer>" for n, name in enumerate("abc")}
+    for row in asked:
+        row["demonstration"] = right[row["id"]]
+    said = {"a": [right["a"], "4", "5", "5", "6"], "b": ["7", right["b"]], "c": ["1"]}
     answered = [
-        {"id": n, "answer": gold[n], "responses": [{"text": t, "reward": float(t == gold[n])} for t in texts]}
+        {"id": n, "responses": [{"text": t, "reward": float(t == right[n])} for t in texts]}
         for n, texts in said.items()
     ]
     pairs = pairs_of(asked, answered)
-    assert [(row["chosen"], row["rejected"]) for row in pairs] == [("black", "blue"), ("black", "green"), ("3", "two")]
+    found = [(row["chosen"], row["rejected"]) for row in pairs]
+    assert found == [(right["a"], "5"), (right["a"], "4"), (right["b"], "7"), (right["c"], "1")]
     assert pairs[0]["prompt"] == "<image>a?" and pairs[0]["images"] == ["a.png"]
-    spoiled = spoiled_pairs(pairs, seed=0)
-    assert [row["rejected"] for row in spoiled] == ["black black", "black or 3", "3 black 3 black 3"]
-    assert all(row["chosen"] in row["rejected"] for row in spoiled) and len(SPOILS) == 4
+    spoiled = [row["rejected"] for row in spoiled_pairs(pairs, seed=0)]
+    twice, also = f"{right['a']} {right['a']}", f"{right['a']} <answer> 2 </answer>"
+    assert spoiled == [twice, also, f"{right['b']} {right['a']} {right['b']}", "<answer> 2 </answer>"]
 
 
 def stored(true: list[float], said: list[float]) -> dict:
