@@ -40,7 +40,7 @@ from saccade.plugins.quickstart import counting, quickstart  # noqa: E402
 STEPS = 200
 SIZES = {"demonstrations": 400, "pairs": 3000, "train": 4000, "dev": 300, "test": 600}  # scenes
 TINY = {"demonstrations": 64, "pairs": 10, "train": 4, "dev": 2, "test": 2}
-RATES = {"rule": ("2e-4", "5e-4", "1e-3"), "rm": ("3e-4", "1e-3", "3e-3")}
+RATES = {"rule": ("1e-4", "2e-4", "5e-4", "1e-3"), "rm": ("3e-4", "1e-3", "3e-3")}
 TRIAL_SEED = 100
 LEARNED = [
     {"verifier": "model", "name": "learned", "args": {"path": "{after}", "normalise": True}},

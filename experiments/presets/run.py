@@ -29,7 +29,7 @@ from saccade.plugins.quickstart import quickstart  # noqa: E402
 SIZE = {
     "steps": 60,
     "rollouts": 240,  # per step: a multiple of every preset's samples per prompt
-    "rates": ("2e-4", "5e-4", "1e-3"),
+    "rates": ("1e-4", "2e-4", "5e-4", "1e-3"),
     "rounds": 10,  # at most, of dynamic sampling
     "rows": {"demonstrations": 400, "prompts": 6000, "evaluation": 600},
 }
