@@ -53,8 +53,8 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     """
     config = load(config, command="rl")
     checks.check(config, "rl")
-    algorithm = algorithm_of(config)
-    refuse_another_algorithm(config.run, algorithm)
+    configured = algorithm_of(config)
+    refuse_another_algorithm(config.run, configured)
     require_writable(config.run.out, "run.out")
     model_setup.quiet_libraries()
     family = model_setup.family_of(config, model_setup.start_folder(config))
@@ -62,21 +62,22 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
     data = questions.load_prompts(config, config.data.train, family)
     doubts = preflight(config, family, data.samples) if preflight else []
     about = run_parts.manifest(family, data, config.data)
-    with Run(config, "rl", about, algorithm) as this, ThreadPoolExecutor(1, "count") as background:
-        for text in (data.summary, describe(algorithm), *doubts):
+    with Run(config, "rl", about, configured) as this, ThreadPoolExecutor(1, "count") as background:
+        for text in (data.summary, describe(configured), *doubts):
             log.info(text)
-        setup = set_up(config, algorithm, family, data, this)
+        setup = set_up(config, configured, family, data, this)
         sampler, learners, validation = setup.sampler, setup.learners, setup.validation
         engine, policy, reference = sampler.engine, learners.policy, setup.reference
         imitated = learners.demonstrations
         sampler.ahead.forget_later(this.step)
-        state = algorithm_state.restore(algorithm, this.progress.algorithm_state)
+        state = algorithm_state.restore(configured, this.progress.algorithm_state)
         weights = sampler.scorer.component_weights if sampler.scorer else None
         every, last = config.track.trajectories_every, dict[str, Any]()
         this.log_start(check_parity(config, engine, policy, data.samples, version=this.step))
         this.validate_start(validation)
         for step in this.steps():
-            steered, scores = state.apply_to(algorithm), this.progress.scores
+            algorithm = state.apply_to(configured)  # with its current coefficients
+            scores = this.progress.scores
             with this.phase("rollout"):
                 rollouts = sample_groups(sampler, setup.surplus.groups, scores, step=step)
             with this.phase("pack"):
@@ -86,15 +87,15 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
             with sampler.ahead.polled():
                 updates = score_forests(updates, algorithm, learners, reference, this.phase)
             with this.phase("advantage"):
-                updates, weighed = add_advantages(updates, groups, steered, state, weights, version=engine.version)
-                updates, corrected = add_corrections(updates, steered)
+                updates, weighed = add_advantages(updates, groups, algorithm, state, weights, version=engine.version)
+                updates, corrected = add_corrections(updates, algorithm)
             # Metrics are computed in a background thread during the update.
             work = background.submit(HOOKS["rl_work"], policy, learners.critic, updates, config.train, algorithm, step)
             counted = background.submit(rollout_metrics, rollouts, sampler, policy, step=step)
             measured = [background.submit(count) for count in (weighed, corrected)]
             this.finish_validation()
             with this.phase("update"), sampler.ahead.polled():
-                progress, learned = update_models(updates, steered, learners, this.progress, step)
+                progress, learned = update_models(updates, algorithm, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):
                 if not config.rollout.keep_keys or this.checkpointer.due(step):  # a checkpoint saves sampled tokens
@@ -102,7 +103,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 engine.update_weights(policy, version=step)
             metrics = rollouts.metrics
             metrics.merge(counted.result(), selected, *(count.result() for count in measured), learned)
-            state = algorithm_state.after_step(state, steered, metrics)
+            state = algorithm_state.after_step(state, algorithm, metrics)
             setup.surplus.groups = rollouts.surplus
             sampler.ahead.snapshot()
             progress = replace(
