@@ -325,8 +325,8 @@ class Trajectory:
         return self.ids[self.policy_mask]
 
 
-def find_sampled(trajectories: Sequence[Trajectory]) -> None:
-    """Cache `response_length`, `prompt_length`, `end`, `runs` of many trajectories together: faster than one by one."""
+def cache_sampled(trajectories: Sequence[Trajectory]) -> None:
+    """Fills the cached `response_length`, `prompt_length`, `end` and `runs` of many at once: faster than one by one."""
     if not trajectories:
         return
     mask = np.concatenate([t.sources for t in trajectories]) == POLICY

@@ -224,7 +224,7 @@ def compute(
     estimator: Entry, inputs: AdvantageInputs, *, adv_clip: float = 0.0, drop_constant: bool = False
 ) -> Advantages:
     """Run an estimator and apply the rules common to all estimators. `adv_clip` 0: off."""
-    nobody, present = inputs.live & ~inputs.live, inputs.lengths > 0
+    nobody, present = inputs.live.new_zeros(len(inputs.live)), inputs.lengths > 0
     has_baseline = present if inputs.greedy is None or not estimator.greedy else inputs.greedy.isfinite()
     no_baseline, present = inputs.live & present & ~has_baseline, present & has_baseline
     inputs = replace(inputs, live=inputs.live & present, baseline=inputs.baseline & present)

@@ -73,6 +73,9 @@ def mean_of(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def objective(algorithm: Algorithm, new: Tensor, entropy: Tensor | None, inputs: LossInputs) -> tuple[Tensor, LossSums]:
+    """Returns the loss of a micro-batch and the sums for its metrics. Gradients flow into `new` [R], the current
+    log-probs, and with an entropy bonus into `entropy` [R].
+    """
     if algorithm.old == "rollout":
         assert inputs.rollout is not None, "old=rollout needs rollout log-probs"
         inputs = replace(inputs, old=inputs.rollout.where(~inputs.rollout.isnan(), new.detach()))

@@ -20,7 +20,7 @@ from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.algorithms.table import find
 from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
-from saccade.types import Group, Metrics, Trajectory, find_sampled
+from saccade.types import Group, Metrics, Trajectory, cache_sampled
 
 REWARD = ""  # key of the moments of the combined reward; a component's key is its name
 Updates = list[list[Batch]]  # one list of forests per optimizer step
@@ -127,7 +127,7 @@ def split_updates(groups: Sequence[Group], updates: int, *, seed: int) -> list[l
     """Distribute whole groups over the optimizer steps, in a seeded order; groups without a member that
     trains are left out.
     """
-    find_sampled([t for group in groups for t in group.trajectories])
+    cache_sampled([t for group in groups for t in group.trajectories])
     useful = [g for g in groups if any(t.trained and t.response_length for t in g.trajectories)]
     order = np.random.default_rng(seed).permutation(len(useful)) if updates > 1 else np.arange(len(useful))
     parts = np.array_split(order, min(updates, max(1, len(useful))))

@@ -81,7 +81,7 @@ class Evaluator:
             repeats=repeats,
             name=name,
             on_finish=stream.submit,
-            on_mark=breakdown and breakdown.submit,
+            on_limit=breakdown and breakdown.submit,
         )
         if rollout_pool is not None:
             rollout_pool.prefer(started)

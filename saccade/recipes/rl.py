@@ -69,10 +69,11 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
         sampler, learners, validation = setup.sampler, setup.learners, setup.validation
         engine, policy, reference = sampler.engine, learners.policy, setup.reference
         imitated = learners.demonstrations
-        sampler.ahead.forget_later(this.step)
+        sampler.ahead.delete_records_after(this.step)
         state = algorithm_state.restore(configured, this.progress.algorithm_state)
         weights = sampler.scorer.component_weights if sampler.scorer else None
-        every, last = config.track.trajectories_every, dict[str, Any]()
+        store_every = config.track.trajectories_every
+        last: dict[str, Any] = {}
         this.log_start(check_parity(config, engine, policy, data.samples, version=this.step))
         this.validate_start(validation)
         for step in this.steps():
@@ -113,7 +114,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 demonstrations=imitated and imitated.stream.state(),
                 algorithm_state=algorithm_state.to_json(state),
             )
-            if every and (step % every == 0 or step in (1, this.total)):
+            if store_every and (step % store_every == 0 or step in (1, this.total)):
                 stored = annotate.show_columns(groups[: config.track.trajectories_groups], updates)
                 this.display.store(stored, step=step, scores=progress.scores)
             missed = missing_answer(rollouts.scored, sampler.scorer, family)

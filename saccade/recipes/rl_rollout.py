@@ -63,7 +63,7 @@ class Sampler:
     def draw(self, step: int) -> list[Group]:
         """Returns the scored groups of the next prompts. Rollouts of steps that may already start run meanwhile."""
         ahead = self.ahead
-        ahead.pool.go_on()
+        ahead.pool.resume()
         while len(ahead.begun) <= ahead.last(step) - step:
             self._begin(step)
         begun, looked = ahead.begun.pop(0), False

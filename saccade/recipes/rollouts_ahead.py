@@ -96,8 +96,8 @@ class RolloutsAhead:
 
     # -- a run that can be repeated --
 
-    def forget_later(self, step: int) -> None:
-        """Delete what the run recorded after the checkpoint of this step, from which it resumes."""
+    def delete_records_after(self, step: int) -> None:
+        """The run resumes from the checkpoint of this step: delete what it recorded later."""
         if self.record is not None:
             for folder in [folder for folder in self.record.glob("*") if int(folder.name) > step]:
                 shutil.rmtree(folder)

@@ -105,7 +105,9 @@ def limits_of(config: Config, *, evaluation: bool) -> Limits:
     counted: dict[str, Any] = env.limits(evaluation=evaluation)
     if turns := frozenset(config.val.turns if evaluation else ()):
         counted["max_turns"] = max(turns)
-    return Limits(timeout=env.timeout, step_timeout=env.step_timeout, marks=turns - {counted["max_turns"]}, **counted)
+    return Limits(
+        timeout=env.timeout, step_timeout=env.step_timeout, smaller_turns=turns - {counted["max_turns"]}, **counted
+    )
 
 
 def answer_places(prompt: PromptConfig) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ class Pool:
         self.started: list[Started] = []
         self.calls: dict[str, EnvironmentCall] = {}
         self._owners: dict[str, Started] = {}  # of unfinished episodes
-        self._resting: set[str] | None = None  # keys of interrupted requests; None: no interruption
+        self._interrupted: set[str] | None = None  # keys of interrupted requests; None: no interruption
 
     def start(
         self,
@@ -100,12 +100,12 @@ class Pool:
         name: str = "",
         generated: Mapping[str, Generated] = NOTHING,
         on_finish: OnFinish | None = None,
-        on_mark: OnFinish | None = None,
+        on_limit: OnFinish | None = None,
     ) -> Started:
         """Start `repeats` episodes per sample. A sample that occurs twice gets other noise the second time. With
         `greedy` each group also gets one rollout at temperature 0, its baseline. `name` is the prefix of request keys,
-        which must be unique in the pool. Episodes continue after their completions in `generated`. `on_mark` gets each
-        episode as the smaller turn limits in `limits.marks` would have ended it.
+        which must be unique in the pool. Episodes continue after their completions in `generated`. `on_limit` gets
+        each episode as the limits in `limits.smaller_turns` would have ended it.
         """
         setups = dict.fromkeys(range(repeats), setup)
         if greedy:
@@ -119,12 +119,12 @@ class Pool:
             occurrence[sample.id] += 1
             uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}~{occurrence[sample.id]}"
             uids.append(uid)
-            for repeat, how in setups.items():
+            for repeat, own_setup in setups.items():
                 key = f"{name}{episode_key(uid, repeat)}"
-                told = generated.get(key, Generated())
-                own = episode(sample, repeat, uid, how, on_mark and partial(on_mark, sample))
+                before = generated.get(key, Generated())
+                started_episode = episode(sample, repeat, uid, own_setup, on_limit and partial(on_limit, sample))
                 places[key] = (index, repeat)
-                running[key] = _Running(episode=own, replayed=[*told.turns], beginning=told.beginning)
+                running[key] = _Running(episode=started_episode, replayed=[*before.turns], beginning=before.beginning)
         started = Started(
             samples=samples,
             uids=uids,
@@ -143,7 +143,7 @@ class Pool:
 
     def finish(self, started: Started, progress: Callable[[int, int], None] | None = None) -> list[Group]:
         """Wait for these episodes; returns their groups in the order of the samples. Others continue meanwhile."""
-        self.go_on()
+        self.resume()
         self.awaited, complete = started, False
         for key in [key for key in self._waiting if key in started.places]:
             self._waiting.remove(key)
@@ -169,10 +169,10 @@ class Pool:
 
     def interrupt(self) -> None:
         """Abort unfinished requests and keep their tokens: the engine is then idle, and weights may change."""
-        self._resting = {*(self._resting or ()), *self._waiting}
+        self._interrupted = {*(self._interrupted or ()), *self._waiting}
         self._waiting.clear()
         for key in self._owners:
-            if key not in self.calls and key not in self._resting:
+            if key not in self.calls and key not in self._interrupted:
                 self.engine.abort(key)
         while self.engine.pending:
             self._poll()
@@ -182,10 +182,10 @@ class Pool:
         self.started.remove(started)
         self.started.insert(1, started)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Submit interrupted requests again, oldest first."""
-        resting, self._resting = self._resting or set(), None
-        for key in [key for started in self.started for key in started.places if key in resting]:
+        interrupted, self._interrupted = self._interrupted or set(), None
+        for key in [key for started in self.started for key in started.places if key in interrupted]:
             self._ask(key)
 
     @contextmanager
@@ -218,10 +218,10 @@ class Pool:
             running = self._owners[completion.key].running[completion.key]
             assert running.request is not None
             whole, running.beginning = _joined(running.beginning, completion), None
-            if completion.finish == "aborted" and self._resting is not None:
+            if completion.finish == "aborted" and self._interrupted is not None:
                 if len(whole.ids) < running.request.sampling.max_tokens:
                     running.beginning = whole if len(whole.ids) else None
-                    self._resting.add(completion.key)
+                    self._interrupted.add(completion.key)
                     continue
                 whole = replace(whole, finish="length")
             elif len(whole.ids) > len(completion.ids):
@@ -249,8 +249,8 @@ class Pool:
                 running.request = replace(wanted, key=key, episode=wanted.episode and key)
             if running.replayed:
                 self._advance(key, running.replayed.pop(0))
-            elif self._resting is not None:
-                self._resting.add(key)
+            elif self._interrupted is not None:
+                self._interrupted.add(key)
             else:
                 self._ask(key)
             return

@@ -45,7 +45,7 @@ class Limits:
     max_tool_errors: int | None = None
     timeout: float = 600.0  # seconds of the environment over a whole episode
     step_timeout: float = 60.0
-    marks: frozenset[int] = frozenset()  # smaller turn limits to evaluate as well
+    smaller_turns: frozenset[int] = frozenset()  # turn limits below max_turns to evaluate as well
 
     def tokens(self, family: Family) -> int:
         return min(self.max_total_tokens, family.max_positions)
@@ -114,13 +114,13 @@ class _History:
     length: int = 0
     sampled: int = 0
 
-    def read(self, rendered: Rendered) -> None:
+    def add_prompt(self, rendered: Rendered) -> None:
         n = len(rendered)
         self.media += [span.moved(self.length) for span in rendered.media]
         self.pieces.append((rendered.ids, rendered.sources, np.full(n, np.nan, np.float32), np.full(n, -1, np.int32)))
         self.length += n
 
-    def write(self, completion: Completion, text: str) -> None:
+    def add_answer(self, completion: Completion, text: str) -> None:
         n = len(completion.ids)
         sources = np.full(n, Source.POLICY, np.int8)
         self.pieces.append((completion.ids, sources, completion.logprobs, completion.versions))
@@ -128,8 +128,8 @@ class _History:
         self.messages.append(Message(role="assistant", parts=(text,)))
         self.turns, self.length, self.sampled = self.turns + 1, self.length + n, self.sampled + n
 
-    def so_far(self) -> _History:
-        """A copy that later turns do not change."""
+    def copy(self) -> _History:
+        """Later turns do not change the copy."""
         said, pieces, media, support = [*self.messages], [*self.pieces], [*self.media], [*self.support]
         return replace(self, messages=said, pieces=pieces, media=media, support=support)
 
@@ -151,12 +151,12 @@ def episode_key(uid: str, repeat: int) -> str:
 
 
 def episode(
-    sample: Sample, repeat: int, uid: str, setup: EpisodeSetup, on_mark: Callable[[Trajectory], None] | None = None
+    sample: Sample, repeat: int, uid: str, setup: EpisodeSetup, on_limit: Callable[[Trajectory], None] | None = None
 ) -> Generator[Request | EnvironmentCall, Any, Trajectory]:
     """Runs until the environment is done or a limit is reached; the end reason is always recorded.
 
-    Prompts do not mention the turn limit, so an episode under a smaller limit is a prefix of this one. `on_mark` gets
-    the trajectory under each limit of `limits.marks` that would have ended this episode.
+    Prompts do not mention the turn limit, so an episode under a smaller limit is a prefix of this one. `on_limit` gets
+    the trajectory under each limit of `limits.smaller_turns` that would have ended this episode.
     """
     family, sampling, limits = setup.family, setup.sampling, setup.limits
     key = episode_key(uid, repeat)
@@ -164,7 +164,7 @@ def episode(
     session = _Session(environment=setup.environment(), limits=limits)
     messages, reason = yield from session.begin(sample, noise)
     history, pending, context = _History(messages=messages), False, len(messages)
-    history.read(family.render(messages))
+    history.add_prompt(family.render(messages))
 
     def ended(history: _History, reason: str, *, pending: bool) -> Trajectory:
         waiting = reason == "token_budget" and pending
@@ -199,17 +199,17 @@ def episode(
             opening=len(history.pieces[0][0]),
             episode=key if limits.max_turns > 1 else None,
         )
-        history.write(completion, family.decode(completion.ids))
+        history.add_answer(completion, family.decode(completion.ids))
         if completion.finish == "aborted":
             reason = "aborted"
         elif completion.finish == "length":
             reason = "turn_length" if allowed == longest else "token_budget"
         else:
-            mark = on_mark if history.turns in limits.marks else None
-            written = history.so_far() if mark else history
+            at_limit = on_limit if history.turns in limits.smaller_turns else None
+            written = history.copy() if at_limit else history
             reason, pending = yield from _answer(session, history, family)
-            if mark is not None and (pending or not reason):
-                mark(ended(written, "max_turns", pending=True))
+            if at_limit is not None and (pending or not reason):
+                at_limit(ended(written, "max_turns", pending=True))
     closed = yield from session.ask(session.environment.close)
     session.failure(closed)  # noted in `info`; the episode is over anyway
     return ended(history, reason, pending=pending)
@@ -242,6 +242,6 @@ def _answer(session: _Session, history: _History, family: Family) -> Generator[E
     if limits.tokens(family) - history.length - len(added) < limits.min_turn_tokens:
         return "token_budget", True
     family.prefetch([span.media for span in added.media])  # prepared while others generate
-    history.read(added)
+    history.add_prompt(added)
     history.messages += step.messages
     return "", False

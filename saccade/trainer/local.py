@@ -49,7 +49,7 @@ Found = TypeVar("Found")
 class LocalTrainer:
     dp_size = 1  # number of data-parallel groups over which the forests of a step are dealt
     engine = None  # the recipe makes one over the same tensors
-    retries_on_oom = True  # retry one that ran out of memory; False if other processes would wait for it
+    retries_on_oom = True  # retry a micro-batch that ran out of memory; False if other processes would wait for it
 
     def __init__(
         self,
@@ -220,7 +220,8 @@ class LocalTrainer:
             value: Tensor | None = None
             try:
                 with experts.recorded_logits(self.routers) as routed:
-                    value, sums = loss.forward(self, batch)()
+                    compute_loss = loss.forward(self, batch)
+                    value, sums = compute_loss()
                 if self.routers:
                     chosen, share = self.routers[0].top_k, batch.tokens / tokens
                     value, sums = with_balance(value, sums, routed, chosen, self.aux_coef, share, loss.role)

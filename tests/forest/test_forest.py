@@ -10,7 +10,7 @@ from saccade.forest.batch import Batch, Forest
 from saccade.forest.packing import pack
 from saccade.forest.trees import MIN_BRANCH
 from saccade.system.codec import decode, encode
-from saccade.types import Group, MediaSpan, Sample, Trajectory, find_sampled
+from saccade.types import Group, MediaSpan, Sample, Trajectory, cache_sampled
 from tests.algorithms.by_member import sampled
 
 
@@ -223,12 +223,12 @@ def test_where_tokens_were_sampled_is_found_for_all_at_once(grow, family):
     own = [t for seed in range(5) for group in random_groups(grow, family, seed) for t in group.trajectories]
     own.append(replace(own[0], sources=np.zeros_like(own[0].sources), support=None))
     together = [replace(t) for t in own]
-    find_sampled(together)
+    cache_sampled(together)
     for one, other in zip(together, own, strict=True):
         for name in ("response_length", "prompt_length", *["end"] * bool(other.response_length)):
             assert getattr(one, name) == getattr(other, name)
         assert one.policy_mask.tolist() == other.policy_mask.tolist()
-    find_sampled([])
+    cache_sampled([])
 
 
 def test_positions_are_told_the_ids_of_their_own_row(image):

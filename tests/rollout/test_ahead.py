@@ -58,7 +58,7 @@ def played(model, family, play, looks, **options):
             pool.interrupt()
             assert engine.pending == 0
             engine.sleep()
-            pool.go_on()
+            pool.resume()
 
     return [t for call in calls for group in pool.finish(call, progress) for t in group.trajectories]
 
@@ -309,5 +309,5 @@ def test_what_was_recorded_after_a_checkpoint_is_forgotten(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.json").touch()
     begun = [Draw(name="2/2", step=3, samples=[])]
-    RolloutsAhead(pool=None, steps=1, total=9, sample_of=None, record=tmp_path, stored=begun).forget_later(2)
+    RolloutsAhead(pool=None, steps=1, total=9, sample_of=None, record=tmp_path, stored=begun).delete_records_after(2)
     assert {str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*.json")} == {"1/1.json", "2/1.json"}

@@ -72,11 +72,11 @@ def question(image) -> Sample:
 
 @pytest.fixture(scope="module")
 def play(family, question, play_with) -> Callable:
-    def played(replies, *, engine=None, on_mark=None, **limits):
+    def played(replies, *, engine=None, on_limit=None, **limits):
         config = EnvConfig(**CROP)
         engine = engine or Script(family, replies)
         make = environments(config, order=("answer_tag",), unit=family.unit)
-        how = {"sampling": Sampling(max_tokens=120, stop=stop_strings(config)), "on_mark": on_mark}
+        how = {"sampling": Sampling(max_tokens=120, stop=stop_strings(config)), "on_limit": on_limit}
         return engine, play_with(engine, [question], make, limits=Limits(**{"max_turns": 8} | limits), **how)
 
     return played
@@ -156,7 +156,7 @@ def test_an_episode_under_a_smaller_limit_is_the_beginning_of_a_longer_one(play,
     """Every field is that of an episode which was played with the smaller limit."""
     marked = {}
     marks = frozenset(range(1, limits["max_turns"]))
-    _, (group,) = play(replies, on_mark=lambda _, t: marked.setdefault(t.turns, t), **limits, marks=marks)
+    _, (group,) = play(replies, on_limit=lambda _, t: marked.setdefault(t.turns, t), **limits, smaller_turns=marks)
     (whole,) = group.trajectories
     assert marked.keys() <= marks
     for turns in marks:

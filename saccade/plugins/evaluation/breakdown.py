@@ -2,7 +2,7 @@
 number of answers.
 
 breakdown = Breakdown(limits, lambda: RewardStream(scorer, family))
-groups = collect(..., on_mark=breakdown.submit)
+groups = collect(..., on_limit=breakdown.submit)
 breakdown.tables(groups, scores)["by_limit"]
 """
 
@@ -26,8 +26,8 @@ class Breakdown:
 
     def __init__(self, limits: Limits, stream: Callable[[], Any]) -> None:
         self._limits = limits
-        self._streams = {limit: stream() for limit in sorted(limits.marks)}
-        self._cut: dict[int, dict[tuple[str, int], Trajectory]] = {n: {} for n in limits.marks}
+        self._streams = {limit: stream() for limit in sorted(limits.smaller_turns)}
+        self._cut: dict[int, dict[tuple[str, int], Trajectory]] = {n: {} for n in limits.smaller_turns}
 
     def submit(self, sample: Any, trajectory: Trajectory) -> None:
         """Take an episode that was cut at the limit `trajectory.turns`."""
@@ -36,7 +36,7 @@ class Breakdown:
 
     def tables(self, groups: Sequence[Group], scores: Scores) -> dict[str, Table]:
         tables = tables_of(groups, scores, several_turns=self._limits.max_turns > 1)
-        if self._limits.marks:
+        if self._limits.smaller_turns:
             under = {limit: [self._under(limit, group) for group in groups] for limit in self._streams}
             tables["by_limit"] = by_limit({**under, self._limits.max_turns: groups}, scores)
         return tables
