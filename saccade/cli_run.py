@@ -107,10 +107,10 @@ def run_recipe(
     arguments = [*(arguments or []), *(f"run.{k}={v}" for k, v in flags.items() if v is not None)]
     config = read_config(arguments, name)
     taken = {"data.train"} if more and "leaks" in more.get("also", ()) else set[str]()
-    named = [name for name in given(split(arguments)[1]) if name not in taken]
+    named = given(split(arguments)[1])
     if smoke:
         config = import_module("saccade.plugins.smoke.smoke").shrunk(config, name, split(arguments)[0], named)
-    check(config, "rescore" if more and more.get("rescore") else name, named)
+    check(config, "rescore" if more and more.get("rescore") else name, [n for n in named if n not in taken])
     if dry_run:
         import_module("saccade.plugins.dry_run.plan").print_plan(config, name, full=full)
         return

@@ -73,6 +73,7 @@ def test_every_command_has_help_with_an_example(command):
     (["eval", "model.path=tiny:qwen2_5_vl"], "data.val: nothing to evaluate"),
     (["eval", "model.path=tiny:qwen2_5_vl", "data.val=README.md", "reward.terms=[count]", "data.train=a.jsonl",
       "--also", "leaks"], "README.md: unknown kind of file"),
+    (["eval", "configs/easyr1_geo3k_grpo.yaml", "data.train=a.jsonl", "--also", "leaks", "--smoke"], "a.jsonl does"),
     (["algorithms", "gropo"], "grpo"),
     (["report", "no/such/run"], "not the folder of a run or an eval; give one such as runs/NAME"),
     (["init", "tiny:gpt2", "no/such/data"], "tiny model=gpt2: no such name; "),

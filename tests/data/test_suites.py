@@ -1,6 +1,7 @@
 """Public sets in the layout in which they are downloaded, at the smallest size."""
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -152,9 +153,10 @@ def test_what_is_missing_is_named_with_the_line_that_fetches_it(tmp_path: Path) 
 
 def test_what_makes_a_score_unlike_the_published_one_is_said() -> None:
     assert suites.unusual("gsm8k", 1, 1319) == suites.unusual("clevr_count", 1, 7) == []
+    assert suites.unusual("gsm8k", 1, None) == []
     assert suites.unusual("aime24", 1, 29) == [
-        "aime24: usually reported as avg@32; this is val.n=1",
-        "aime24: 29 rows were read, HuggingFaceH4/aime_2024 has 30; see that its files are whole",
+        (logging.INFO, "aime24: usually reported as avg@32; this is val.n=1"),
+        (logging.WARNING, "aime24: 29 rows were read, HuggingFaceH4/aime_2024 has 30; see that its files are whole"),
     ]
 
 

@@ -72,6 +72,11 @@ def test_what_else_differs_is_said(tmp_path, folders):
         "The sampling differs: greedy in A, 4 answers, temperature 1 in B.",
         "2 questions have other words, pictures or golds in A and B.",
     ]
+    own = {"sampling": "greedy", "sampling of geo": "4 answers", "sampling of other": "8 answers", "engine": "vllm"}
+    for folder, answers in zip((folders[0], again), ({"sampling": "greedy"}, own), strict=True):
+        (folder / "manifest.json").write_text(json.dumps({"answers": answers}))
+    assert compare(folders[0], again)[1][1:-1] == ["The sampling of geo differs: greedy in A, 4 answers in B."]
+    assert compare(again, folders[0])[1][1:-1] == ["The sampling of geo differs: 4 answers in A, greedy in B."]
 
 
 def test_orders_of_the_options_are_one_question(tmp_path, image):

@@ -106,8 +106,12 @@ def _paired(first: Path, second: Path) -> tuple[list[Item], list[str]]:
         notes += [f"{folder}: {line}" for line in unfinished(read_results(folder, notes.append), facts)]
         if rest := len(rows) - len(shared):
             notes.append(f"{rest} scored items are in {folder} only and do not count.")
-    a, b = how
-    notes += [f"The {n} differs: {a[n]} in A, {b[n]} in B." for n in a if n != "model" and a[n] != b.get(n, a[n])]
+    both = {name for name, _ in shared}
+    for name in dict.fromkeys(name for side in how for name in side if name != "model"):
+        own = name.removeprefix("sampling of ")  # of a set, where it is not that of all
+        a, b = (side.get(name, side.get("sampling") if own in both else None) for side in how)
+        if a and b and a != b and own in (name, *both):
+            notes.append(f"The {name} differs: {a} in A, {b} in B.")
     if changed := sum(_asked(found[0][key][0][0]) != _asked(found[1][key][0][0]) for key in shared):
         notes.append(f"{changed} questions have other words, pictures or golds in A and B.")
     pairs = ((key, found[0][key], found[1][key]) for key in shared)

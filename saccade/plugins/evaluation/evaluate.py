@@ -121,8 +121,9 @@ def _evaluate(
             writer.flush()
             leaks = leak_metrics(result, seen[name], result.scores) if name in seen else {}
             _finish_set(folder, summary, result, stored.sample_rows(result, family), config.eval.suites, leaks)
-            for note in unusual(name, config.val.n, dataset.rows) if name in config.eval.suites else ():
-                log.warning(note)
+            rows = None if config.data.max_samples else dataset.rows
+            for level, note in unusual(name, config.val.n, rows) if name in config.eval.suites else ():
+                log.log(level, note)
             if dataset.overlong or dataset.quarantined or dataset.renamed:  # other rows, so another score
                 log.info(dataset.summary)
         for dataset in sets.values():

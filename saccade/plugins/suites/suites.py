@@ -8,6 +8,7 @@ instructions about that are dropped (`suite_rows.py`).
     'data/vstar_bench/test_questions.jsonl'
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -179,10 +180,13 @@ def in_category(sample: Sample) -> Sample:
     return replace(sample, extra={**sample.extra, "category": kinds[known] if known else named})
 
 
-def unusual(name: str, n: int, rows: int) -> list[str]:
-    """Notes if an evaluation samples another number of answers than the set's authors report, or read other rows."""
+def unusual(name: str, n: int, rows: int | None) -> list[tuple[int, str]]:
+    """Notes, with their levels, if an evaluation samples another number of answers than the set's authors report, or
+    read other rows. `rows`: None if it was to read a part.
+    """
     suite = suite_of(name)
     wanted = re.fullmatch(r"avg@(\d+)", suite.protocol)
     sampled = f"{name}: usually reported as {suite.protocol}; this is val.n={n}"
     read = f"{name}: {rows} rows were read, {suite.hub} has {suite.rows}; see that its files are whole"
-    return [sampled] * bool(wanted and int(wanted[1]) != n) + [read] * (suite.rows not in (None, rows))
+    other_n, other_rows = wanted and int(wanted[1]) != n, None not in (rows, suite.rows) and rows != suite.rows
+    return [(logging.INFO, sampled)] * bool(other_n) + [(logging.WARNING, read)] * other_rows
