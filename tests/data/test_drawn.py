@@ -1,6 +1,7 @@
 """Drawn sets: pictures show what their answers say, rows depend on seed and number alone, cards say how."""
 
 import json
+import logging
 import re
 import sys
 from collections import Counter
@@ -173,12 +174,14 @@ def test_lines_of_a_page_fit_and_what_cannot_be_drawn_is_left_out(tmp_path: Path
         (r"$a \not\in b$, $\$$7", "#, #7"),
         (r"$a \not\sim b$", r"Unknown symbol: \struck"),
         ("$多$", "Unknown symbol: 多"),
+        ("$" + r"\sqrt{" * 60 + "x" + "}" * 60 + "$", "a formula has too many others inside it"),
     ],
 )
 def test_formulas_become_signs_or_stay_as_source(text: str, shown: str) -> None:
     changed, formulas, kept = typeset(text, 20, 400)
     assert "".join("#" if sign in formulas else sign for sign in changed) == (text if kept else shown)
     assert kept == ([] if formulas or "$7" in text else [shown])
+    assert not logging.getLogger("matplotlib.mathtext").filters  # other users of mathtext keep its warnings
     assert all(one.mask.width <= 400 and one.mask.getbbox() for one in formulas.values())
 
 

@@ -97,9 +97,16 @@ def _formula(body: str, size: float, room: int = 0) -> Formula:
     from matplotlib.mathtext import MathTextParser
 
     font = FontProperties(size=size * LARGER, math_fontfamily="cm")
-    with rc_context():
-        rcdefaults()  # whatever a matplotlibrc says
-        found = MathTextParser("agg").parse(f"${body}$", 72 * FINER, font, antialiased=True)
+    logger = logging.getLogger("matplotlib.mathtext")
+    logger.addFilter(_refuse)
+    try:
+        with rc_context():
+            rcdefaults()  # whatever a matplotlibrc says
+            found = MathTextParser("agg").parse(f"${body}$", 72 * FINER, font, antialiased=True)
+    except RecursionError:
+        raise ValueError("a formula has too many others inside it") from None
+    finally:
+        logger.removeFilter(_refuse)
     pixels = np.asarray(found.image)
     high, wide = pixels.shape
     below = high - round(found.height - found.depth)
@@ -113,6 +120,3 @@ def _refuse(record: logging.LogRecord) -> bool:
     if record.levelno >= logging.WARNING:
         raise ValueError(record.getMessage())
     return False
-
-
-logging.getLogger("matplotlib.mathtext").addFilter(_refuse)
