@@ -34,11 +34,13 @@ def require_writable(path: str | Path, option: str, *, file: bool = False) -> No
         raise EnvironmentProblem("; ".join(found))
 
 
-def require_new(path: Path, option: str, *, file: bool = True) -> None:
-    """As `require_writable`; refuses also what exists: commands that make data or configs overwrite nothing."""
-    if path.exists():
-        raise ConfigError(f"{option} {path} exists and is not overwritten; give another name")
-    require_writable(path, option, file=file)
+def require_new(path: Path, option: str, *, file: bool = True, inside: str = "", other: str = "name") -> None:
+    """As `require_writable`; refuses also what exists: commands that make data or configs overwrite nothing. With
+    `inside`, the path is a folder, and a file of that name in it is what must not exist. `other`: what else to give.
+    """
+    if (new := path / inside).exists():
+        raise ConfigError(f"{option} {new} exists and is not overwritten; give another {other}")
+    require_writable(path, option, file=file and not inside)
 
 
 def unwritable(path: str | Path, option: str, *, file: bool = False) -> tuple[str, str] | None:

@@ -83,7 +83,11 @@ def test_a_set_of_scenes_stays_inside_of_its_folder(tmp_path):
     assert (result.exit_code, [*tmp_path.iterdir()]) == (2, [])
     assert run("data", "visual-search", tmp_path / "scenes", "--rows", "2").exit_code == 0
     again = run("data", "visual-search", tmp_path / "scenes", "--rows", "3")
-    assert again.exit_code == 2 and "train.jsonl exists and is not overwritten" in " ".join(again.output.split())
+    scenes, said = str(tmp_path / "scenes" / "train.jsonl"), " ".join(again.output.split())
+    assert again.exit_code == 2 and f"OUT {scenes} exists and is not overwritten; give another folder or --name" in said
+    assert "OUT FOLDER where" in " ".join(run("data", "coldstart", scenes, scenes).output.split())
+    said = run("data", "coldstart", scenes, tmp_path / "scenes").output
+    assert f"OUT {scenes} exists and is not overwritten; give another folder" in " ".join(said.split())
     card = (tmp_path / "scenes" / "train.md").read_text()
     assert "2 scenes" in card and "visual-search scenes --rows 2 --level medium" in card and "inputs: none" in card
 

@@ -63,7 +63,7 @@ def visual_search(
 
     if not is_name(name):
         raise ConfigError(f"--name {name}: wants one file name without its ending, try train")
-    require_new(out / f"{name}.jsonl", "OUT")
+    require_new(out, "OUT", inside=f"{name}.jsonl", other="folder or --name")
     samples = search_split(rows, seed=seed, level=level, kind=kind, grid=grid, view=view)
     path = write_jsonl(samples, out, name=name, budgets=True)
     options = {"rows": rows, "level": level, "kind": kind, "view": view, "grid": grid, "name": name, "seed": seed}

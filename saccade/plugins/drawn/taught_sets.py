@@ -122,7 +122,7 @@ def rewritten(text: str) -> tuple[str, str, str]:
 
 
 def _read(data: DataConfig, source: Path, out: Path) -> Sequence[Sample]:
-    require_new(out / "train.jsonl", "OUT")
+    require_new(out, "OUT", inside="train.jsonl", other="folder")
     return datasets.load([DataSource(path=str(source))], data).samples
 
 

@@ -48,7 +48,7 @@ def run(
     if verifier is not None and verifier not in VERIFIERS:
         raise ConfigError(f"--verifier {verifier}: unknown; choose one of {', '.join(VERIFIERS)}")
     path = out / "train.jsonl"
-    require_new(path, "OUT")
+    require_new(out, "OUT", inside=path.name, other="folder")
     make = env_setup.environments(config.env, order=answer_places(config.prompt))
     rows = datasets.load([DataSource(path=str(source))], config.data).samples
     _warn(config, rows)
