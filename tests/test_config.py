@@ -227,6 +227,14 @@ def test_names_from_elsewhere_lead_to_options_of_ours() -> None:
     for theirs, ours in other_names()[2].items():
         key = theirs.partition("=")[0]
         assert load(None, [f"{key}={ours}"]) and "write " in refusal(None, theirs), theirs
+    for key, ours in {
+        "env.eval.reserve": "env.eval.min_turn_tokens",
+        "algorithm.fire": "algorithm.hot_first_token",
+        "algorithm.fire.temperature": "algorithm.hot_first_token.temperature",
+        "algorithm.fire.first_tokn": "algorithm.hot_first_token.first_token",
+    }.items():
+        assert refusal(None, f"{key}=3") == f"unknown key {key!r}; did you mean {ours!r}?"
+    assert "'algorithm.fire.x'; expected one of algorithm.hot_first_token.temp" in refusal(None, "algorithm.fire.x=3")
     leaves = [name.rsplit(".", 1)[-1] for name in known if name.count(".") == 1]
     # The only one of these names that is also an option of ours, with another meaning.
     assert {name for name in elsewhere if leaves.count(name) == 1} == {"beta"}

@@ -279,6 +279,9 @@ def explain(error: Mapping[str, Any]) -> str:
     inside = [name for name, _ in options() if name.startswith(f"{key}.")]
     if error["type"] == "model_type" and inside:
         return f"{key}: a section, got {given!r}; set one of its options: {', '.join(inside)}"
+    for entry in given if field is not None and isinstance(given, Mapping) else ():  # named like options beside it
+        if ours := other_names()[0].get(f"{key.rpartition('.')[0]}.{entry}"):
+            return f"unknown key '{key}.{entry}'; did you mean '{key}.{ours.rpartition('.')[2]}'?"
     hint = f" ({field.description})" if field is not None else ""
     wanted = WANTED.get(error["type"], "").format(**error.get("ctx", {})) or error["msg"].removeprefix("Value error, ")
     if (ours := other_names()[2].get(f"{key}={given}".lower())) is not None:
@@ -290,7 +293,7 @@ def _leaves(key: str, given: Any) -> list[str]:
     """The keys of an unknown section; only the section's name if it looks like a typo of one of ours."""
     if not isinstance(given, Mapping) or not given:
         return [key]
-    if key not in FOREIGN and difflib.get_close_matches(key, Config.model_fields, 1, LIKE):
+    if key not in (*FOREIGN, *other_names()[0]) and difflib.get_close_matches(key, Config.model_fields, 1, LIKE):
         return [key]
     return [leaf for below, value in given.items() for leaf in _leaves(f"{key}.{below}", value)]
 
@@ -305,7 +308,8 @@ def unknown_key(key: str) -> str:
         meant = difflib.get_close_matches(leaf, keys, n=1)
         hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(keys)}"
     else:
-        instead, option = other_names()[1], meant_by(key)
+        above = new if (new := other_names()[0].get(above)) and new not in dict(options()) else above  # a section
+        instead, option = other_names()[1], meant_by(f"{above}.{leaf}".lstrip("."))
         hint = f"did you mean {option!r}?" if option else ""
         hint = hint or next((instead[part] for part in reversed(key.split(".")) if part in instead), "")
         siblings = [name for name, _ in options() if above and name.rpartition(".")[0] == above]
