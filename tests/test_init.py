@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -149,10 +150,20 @@ def test_init_finds_pictures_in_a_column_of_another_name_and_names_arguments(tmp
     assert "qa rows, each with an image" in out.read_text()
 
 
-def test_init_names_the_commands_of_rows_without_an_answer(tmp_path, described):
-    pair = {"prompt": "?", "chosen": "a", "rejected": "b"}
-    for row in (pair, {"input": "?", "output": "a", "label": 1}):
-        data = tmp_path / "rows.jsonl"
-        data.write_text(json.dumps(row) + "\n")
-        result = run("init", str(described), str(data), "--out", str(tmp_path / "run.yaml"))
-        assert result.exit_code == 2 and "pairs and labels for `saccade dpo`" in result.stderr
+def test_init_names_the_commands_of_rows_without_an_answer(tmp_path, described, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = {
+        "pairs": [{"prompt": "?", "chosen": "a", "rejected": "b"}],
+        "labels": [{"input": ask, "output": "a", "label": label} for label, ask in enumerate(("how?", "what?"))],
+        "steps": [{"input": "one ки two ки", "label": ["+", "-"]}],
+    }
+    for kind, own in rows.items():
+        Path(f"{kind}.jsonl").write_text("\n".join(map(json.dumps, own)))
+        result = run("init", str(described), f"{kind}.jsonl")
+        said = " ".join(result.stderr.split())
+        commands = re.findall("`saccade (.+?)`", re.split(r"`, \w+ for ", said.split(f"{kind} for ")[1])[0] + "`")
+        assert result.exit_code == 2 and len(commands) == 1 + (kind == "pairs")
+        for command in commands:
+            words = command.replace(" …", "").split()
+            trained = run(*words, "model.path=tiny:qwen2", f"data.train={kind}.jsonl", "--smoke")
+            assert trained.exit_code == 0, trained.stderr

@@ -91,8 +91,8 @@ def resolve_path(source: str | Path, base: Path | None, limits: DataConfig) -> P
 def _from_path(source: str | Path, base: Path | None, limits: DataConfig, name: str | None = None) -> Encoded:
     path, name = resolve_path(source, base, limits), name or str(source)[:200]
     if not os.path.isfile(path):  # unlike Path.is_file, False for a name that no file system allows
-        problem = "is no regular file" if os.path.exists(path) else "file does not exist"
-        raise ImageError(f"{name}: {problem} in {path.parent}")
+        missing = f"file does not exist in {path.parent}"
+        raise ImageError(f"{name}: {'is no regular file; give the path of one' if os.path.exists(path) else missing}")
     try:
         return Encoded(name, path.read_bytes(), str(path))
     except OSError as error:

@@ -78,8 +78,8 @@ def test_a_picture_is_fetched_where_that_is_allowed(picture, tmp_path, monkeypat
     ("gone.png", "gone.png: file does not exist"),
     ("../up.png", "../up.png: leaves the folder"),
     ("https://example.org/a.png", "data.allow_network=true"),
-    (".", r"\.: is no regular file in"),
-    ("/dev/null", "/dev/null: is no regular file"),
+    (".", r"\.: is no regular file; give the path of one"),
+    ("/dev/null", "/dev/null: is no regular file;"),
     (b"", "empty file"),
     (b"plain text", "not an image; expected one of PNG"),
     (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n", "not an image"),  # would start a program

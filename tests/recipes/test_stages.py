@@ -76,7 +76,8 @@ def test_a_killed_stage_goes_on_and_what_is_over_is_not_repeated(tmp_path, file,
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"command": "eval"}, r"command=eval: no such name; expected one of rl, sft, dpo, reward-model"),
+        ({"command": "eval"}, r"command=eval: is no training; try command=rl, sft, dpo, reward-model"),
+        ({"command": None}, r"command=: is no training; try command=rl"),
         ({"from": "first"}, r"from=first: no such name; expected one of last, best"),
         ({"name": "train"}, r"`name`: expects one that no other stage and no section has"),
         ({"run": {"name": "x"}}, r"run\.name is that of all stages"),

@@ -201,7 +201,8 @@ def guess_reward(samples: Sequence[Sample]) -> Guess:
     golds = [gold for sample in samples for gold in _golds(sample)]
     if not golds:
         called = "call its column `answer` (of Sokoban `level`), or set data.keys.answer in a config"
-        others = "Demonstrations are for `saccade sft`, pairs and labels for `saccade dpo` and `saccade reward-model`"
+        others = "Demonstrations are for `saccade sft`, pairs for `saccade dpo` or `saccade reward-model`, labels for"
+        others += " `saccade dpo … dpo.loss=kto`, steps for `saccade reward-model … reward_model.kind=process`"
         raise DataError(f"no row has an answer; {called}. {others}")
     if all(sample.choices for sample in samples):
         return "choice", "", "every row lists its choices"

@@ -102,7 +102,7 @@ def read(file: Path, overrides: Sequence[str], *, smoke: bool = False) -> tuple[
                 raise ConfigError(f"{taken.pop()} is that of all stages; set it outside of `stages`")
             command, start = row.get("command"), row.get("from", "last")
             if command not in TRAINING:
-                raise unknown("command", str(command), TRAINING)
+                raise ConfigError(f"command={command or ''}: is no training; try command={', '.join(TRAINING)}")
             if start not in STARTS:
                 raise unknown("from", str(start), STARTS)
             config = load(tree, [*changes, *common], command)
