@@ -4,11 +4,11 @@ import json
 import shutil
 from dataclasses import replace
 from functools import cache
-from itertools import islice
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +23,7 @@ from saccade.models.heads import attach_score
 from saccade.models.load import load_model, trainable_table
 from saccade.plugins.families import generic, proof, proof_rows, tiny, tiny_kinds
 from saccade.plugins.media import videos
+from saccade.plugins.ranks.by_rows import ByRows
 from tests.models.against import (
     CPU,
     adapted_and_exported,
@@ -34,6 +35,7 @@ from tests.models.against import (
     second_turn_gap,
 )
 from tests.models.against import noise as sound
+from tests.ranks.processes import on_ranks
 
 pytest.importorskip("torchvision")
 FILLER = 256
@@ -83,7 +85,10 @@ def differing(family, model):
 
 def of_pictures(model, family, filler):
     """Without videos and sounds, which come last."""
-    return islice(proof.comparisons(model, family, filler=filler), 10)
+    for row in proof.comparisons(model, family, filler=filler):
+        yield row
+        if row.what == f"a row behind {filler} tokens of others":
+            return
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -267,6 +272,32 @@ def test_rounding_is_told_from_a_mistake(kind, monkeypatch):
     assert all(one.dtype == weights[n].dtype and one.equal(weights[n]) for n, one in model.state_dict().items())
     refused = [row.what for row in proof.comparisons(model, DOUBLED(family, model)[0], filler=64) if not row.agrees]
     assert refused[0] == "last states"
+
+
+def on_rank(rank, folder, path):
+    """Rows of which the first rank's are rounded more than is allowed, in half precision; then the weights."""
+    family = load_family(path, name="generic")
+    family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
+    packed, part = proof_rows.packed_rows, ByRows(dist.group.WORLD)
+
+    def rounded(model, *given):
+        more = 0.04 * (rank == 0 and model.dtype == torch.bfloat16)
+        return [(states + more * states.abs().max(), logits) for states, logits in packed(model, *given)]
+
+    proof_rows.packed_rows, proof.GAPS[torch.bfloat16] = rounded, 0.03
+    model = load_model(family, dtype=torch.bfloat16, device=CPU, by_rows=part)
+    before = [getattr(one, "rows", one).clone() for one in model.parameters()]
+    with part.running(model):
+        rows = [*of_pictures(model, family, 64)]
+        there = bool(model.get_input_embeddings().weight.isfinite().all())
+    after = [getattr(one, "rows", one) for one in model.parameters()]
+    return rows, there and hasattr(model.lm_head.weight, "rows") and all(map(torch.equal, before, after))
+
+
+def test_ranks_that_hold_rows_look_again_together(kind, tmp_path):
+    (found, kept), other = on_ranks(on_rank, tmp_path / "ranks", kind("kimi_k25")[0].path)[1]
+    assert kept and len(found) == 15 and all(row.agrees for row in found) and found[-1].limit == 1e-4
+    assert other == (found, kept)
 
 
 def test_a_prompt_that_sees_itself_both_ways_is_refused(kind):

@@ -84,7 +84,7 @@ def prove(model: Any, family: Family) -> None:
     family.reader.keep_for(model.dtype)
     file = _verdict_file(model, family)
     proved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-    if any(hasattr(weight, "rows") for weight in model.parameters()) and agreed([not proved], ReduceOp.MAX)[0]:
+    if _largest(model, not proved)[0]:
         proved = []  # ranks that hold a part each prove it together, or none does
     found = []
     for row in [Compared(**each) for each in proved] or comparisons(model, family):
@@ -116,8 +116,9 @@ def comparisons(model: Any, family: Family, *, filler: int = FILLER) -> Iterator
                 continue
             rows = proof_rows.probes(family)
             rounded = _by_transformers(model, rows)
-            with suppress(torch.OutOfMemoryError), _in_float32(model, family):
-                if row.gap <= ROUNDINGS * max(map(_gap, rounded, _by_transformers(model, rows))):
+            # Of several ranks, the others would wait in the middle of a pass for one that goes on.
+            with suppress(*[torch.OutOfMemoryError] * (not _is_divided(model))), _in_float32(model, family):
+                if row.gap <= ROUNDINGS * max(_largest(model, *map(_gap, rounded, _by_transformers(model, rows)))):
                     yield from _comparisons(model, family, filler)
                     return
             yield row
@@ -137,14 +138,18 @@ def _by_transformers(model: Any, rows: Sequence[ProofRow]) -> list[Tensor]:
 
 @contextmanager
 def _in_float32(model: Any, family: Family) -> Iterator[None]:
-    """Weights of half precision are the same numbers there, and afterwards again."""
-    halves = [one for one in (*model.parameters(), *model.buffers()) if one.dtype == model.dtype]
+    """Weights of half precision are the same numbers there, and afterwards again. Gathered ones stay gathered: those
+    outside of layers are not gathered again.
+    """
     half = model.dtype
+    halves = [one for one in (*model.parameters(), *model.buffers()) if one.dtype == half]
 
     def cast_all(dtype: torch.dtype) -> None:
         for one in halves:
-            if hasattr(one, "rows"):
+            divided = hasattr(one, "rows")
+            if divided:
                 one.rows = one.rows.to(dtype)
+            if divided and not any(one.stride()):  # one number, expanded
                 keep_rows([one])
             else:
                 one.data = one.data.to(dtype)
@@ -155,9 +160,25 @@ def _in_float32(model: Any, family: Family) -> Iterator[None]:
         yield
     finally:
         cast_all(half)
+        torch.cuda.empty_cache()  # an engine in another process may need it
+
+
+def _is_divided(model: Any) -> bool:
+    return any(hasattr(weight, "rows") for weight in model.parameters())
+
+
+def _largest(model: Any, *numbers: float) -> list[float]:
+    """Of all ranks, if each holds a part of the model: they gather it together, so they have to decide alike."""
+    return agreed(numbers, ReduceOp.MAX).tolist() if _is_divided(model) else [*numbers]
 
 
 def _comparisons(model: Any, family: Family, filler: int) -> Iterator[Compared]:
+    for row in _own_comparisons(model, family, filler):
+        gap, limit = _largest(model, row.gap, row.limit)
+        yield row._replace(gap=gap, limit=limit)
+
+
+def _own_comparisons(model: Any, family: Family, filler: int) -> Iterator[Compared]:
     limit = GAPS[model.dtype]
     rows = proof_rows.probes(family) + _longer_than_windows(model, family)
     yield from _row_comparisons(model, family, rows, limit)
