@@ -12,8 +12,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 from safetensors.torch import load_file  # noqa: E402
 
+from saccade.errors import EnvironmentProblem  # noqa: E402
 from saccade.media.images import open_media  # noqa: E402
 from saccade.plugins.families.tiny import build  # noqa: E402
+from saccade.plugins.offload import host_state  # noqa: E402
 from saccade.plugins.reward_models import reward_training  # noqa: E402
 from saccade.plugins.reward_models.learned_reward import LearnedReward  # noqa: E402
 from saccade.plugins.reward_models.reward_card import REWARD_FILE, read_card  # noqa: E402
@@ -101,6 +103,12 @@ def test_a_deep_head_learns_and_its_folder_scores_alike(optimizer, tmp_path, sce
         model = LearnedReward.load(folder, device=DEVICE, dtype=DTYPE, offload=offload)
         for _ in range(2):  # its weights come and go
             assert model.score(asked(scenes)) == pytest.approx(found[-1], abs=0.01)
+
+
+def test_too_little_main_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_state, "free_host_bytes", lambda: 1000)
+    with pytest.raises(EnvironmentProblem, match=r"the frozen model .* and 1\.0 kB are free; .* reward\.offload=false"):
+        LearnedReward.load(build("qwen2", tmp_path), device=DEVICE, dtype=DTYPE, offload=True, untrained=True)
 
 
 def test_memory_is_given_back_between_scorings_and_scores_stay(tmp_path):

@@ -276,6 +276,11 @@ def test_moments_of_eight_bits_are_near_and_small() -> None:
     assert (bytes_of(small), bytes_of(exact)) == (200 * 4 + 2 * 4 * 4, 200 * 12 + 4)
 
 
+def test_an_empty_weight_has_empty_memory() -> None:
+    found = host_state.host_zeros(0, torch.bfloat16, torch.device("cpu"))
+    assert found.dtype == torch.bfloat16 and found.view(0, 5).shape == (0, 5)
+
+
 def test_too_little_main_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_state, "free_host_bytes", lambda: 1000)
     with pytest.raises(EnvironmentProblem, match=r"takes 16\.9 kB of main memory, and 1\.0 kB are free; try"):

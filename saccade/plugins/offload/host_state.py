@@ -53,14 +53,9 @@ class HostState(OptimizerState):
             self._length += aligned(parameter.numel())
         every = {key: kinds.get(key, (dtype, 1)) for kept in keys.values() for key in kept}
         self._each = {key: each for key, (_, each) in every.items()}  # key → numbers of a parameter per element
-        needed, free = sum(self._length // each * kind.itemsize for kind, each in every.values()), free_host_bytes()
-        needed = int(total(needed))  # of all processes: each has read `free` before any of them allocates
-        if needed > free:
-            smaller = "" if dtype == torch.bfloat16 else "train.optimizer=adamw_bf16, "
-            raise EnvironmentProblem(
-                f"train.offload: the optimizer's state takes {size(needed)} of main memory, and {size(free)} are free; "
-                f"try {smaller}train.offload=false or more machines"
-            )
+        needed = sum(self._length // each * kind.itemsize for kind, each in every.values())
+        fix = "train.optimizer=adamw_bf16, " * (dtype != torch.bfloat16) + "train.offload=false or more machines"
+        require_host_bytes(needed, "train.offload: the optimizer's state", fix, total)
         self._flat = {key: host_zeros(self._length // each, kind, self.device) for key, (kind, each) in every.items()}
         self.tensors = {name: {key: self._view(name, key) for key in keys[name]} for name in parameters}
 
@@ -108,9 +103,16 @@ class HostState(OptimizerState):
         device.synchronize()  # the state may be read from now on
 
 
+def require_host_bytes(needed: float, what: str, fix: str, total: Callable[[float], float]) -> None:
+    free = free_host_bytes()
+    needed = int(total(needed))  # of all processes: each has read `free` before any of them allocates
+    if needed > free:
+        raise EnvironmentProblem(f"{what} takes {size(needed)} of main memory, and {size(free)} are free; try {fix}")
+
+
 def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros in main memory, pinned if the device is a GPU; torch would round pinned memory up to powers of two."""
-    block = new_block(count * dtype.itemsize)
+    block = new_block(max(count, 1) * dtype.itemsize)  # none is empty
     view = memoryview(block)  # referenced by the tensor and all its views
     tensor = torch.frombuffer(view, dtype=dtype)
     if device.type == "cuda":
@@ -119,7 +121,7 @@ def host_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
             asked = f"{size(tensor.nbytes)} of main memory cannot be pinned (CUDA error {error})"
             raise EnvironmentProblem(f"train.offload: {asked}; try train.offload=false reward.offload=false")
         weakref.finalize(view, _unpin, start, block).atexit = False
-    return tensor
+    return tensor[:count]
 
 
 def _unpin(start: int, block: object) -> None:

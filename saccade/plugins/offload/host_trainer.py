@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from saccade.forest.batch import Batch
 from saccade.models.families import Family
-from saccade.plugins.offload.host_state import host_zeros
+from saccade.plugins.offload.host_state import host_zeros, require_host_bytes
+from saccade.plugins.ranks.machines import sum_of_machine
 from saccade.trainer.local import LocalTrainer
 
 
@@ -19,6 +21,10 @@ class HostTrainer(LocalTrainer):
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         super().__init__(model, family)
+        if self.device.type == "cuda":
+            needed, what = sum(weight.nbytes for weight in model.parameters()), f"the frozen model {family.path}"
+            total = sum_of_machine if dist.is_initialized() else float  # ranks load theirs together
+            require_host_bytes(needed, what, "train.offload=false reward.offload=false", total)
         self._on_host = [(weight, self._copied(weight.data)) for weight in model.parameters()]
         self._leave()
 
