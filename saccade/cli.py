@@ -131,6 +131,9 @@ def export(
     exporting = import_module("saccade.plugins.export.export")
     if dcp + zero + adapter_only > 1:
         raise ConfigError("--dcp, --zero and --adapter-only write different things; give one")
+    beside = {"--like": like, "--no-verify": not verify}
+    if (dcp or zero) and (given := [name for name, used in beside.items() if used]):
+        raise ConfigError(f"--dcp and --zero copy the config and always verify; leave out {' and '.join(given)}")
     if dcp or zero:
         folder = exporting.export_for(checkpoint, out, zero=zero, dtype=dtype)
     else:

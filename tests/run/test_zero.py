@@ -97,6 +97,8 @@ def test_a_model_goes_to_deepspeed_and_comes_back(tmp_path: Path, family_of: Any
     path, there = Path(family_of(name).path), tmp_path / "there"
     command = ["export", str(path), "--out", str(there), "--zero"]
     assert CliRunner().invoke(app, [*command, "--dcp"]).exit_code == 2
+    refused = CliRunner().invoke(app, [*command, "--like", str(path), "--no-verify"])
+    assert refused.exit_code == 2 and "leave out --like and --no-verify" in refused.output and not there.exists()
     assert CliRunner().invoke(app, command).exit_code == 0
     state = torch.load(there / (there / "latest").read_text() / "mp_rank_00_model_states.pt", weights_only=True)
     assert state["dp_world_size"] == 1  # this and `module` are what `load_checkpoint(…, load_module_only=True)` reads
@@ -118,6 +120,15 @@ def test_deepspeed_loads_what_was_written_for_it(tmp_path: Path, family_of: Any,
     _compare(
         export(path, tmp_path / "half", "bfloat16"), export(folder / "again", tmp_path / "back", like=path), exact=True
     )
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_stages_of_a_pipeline_are_refused(tmp_path: Path, stage: int) -> None:
+    """Their weights are in files of layers, and the model's file has none."""
+    shapes = [{"weight": torch.Size([2])}] if stage else None
+    torch.save({"module": None, "param_shapes": shapes}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(EnvironmentProblem, match=r"pipeline stages are not read; use DeepSpeed's ds_to_universal"):
+        zero_weights(tmp_path)
 
 
 def test_code_inside_a_checkpoint_does_not_run(tmp_path: Path) -> None:

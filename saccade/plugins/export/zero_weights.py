@@ -33,6 +33,8 @@ def zero_folder(checkpoint: Path) -> Path | None:
 def zero_weights(folder: Path) -> dict[str, Tensor]:
     """Returns the full tensors by name; tied weights occur once."""
     models = [_read(path) for path in _by_rank(folder, MODELS)]
+    if models[0].get("module") is None:
+        raise EnvironmentProblem(f"{folder}: files of pipeline stages are not read; use DeepSpeed's ds_to_universal.py")
     if not models[0].get("param_shapes"):  # stage 0
         return dict(models[0]["module"])
     states = [_read(path)["optimizer_state_dict"] for path in _by_rank(folder, OPTIMIZERS)]
