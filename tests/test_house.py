@@ -287,10 +287,10 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 40_400
-    assert spine <= 14_700
+    assert sum(sizes.values()) <= 40_500
+    assert spine <= 14_720
     assert of_ranks <= 3_200
-    assert sum(tests.values()) - of_ranks <= 35_600
+    assert sum(tests.values()) - of_ranks <= 35_700
 
 
 def test_a_file_name_occurs_once() -> None:

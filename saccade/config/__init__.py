@@ -38,12 +38,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def defaults_for(command: str | None, config: Config) -> dict[str, Any]:
-    """The defaults of a command, by dotted name; its kind (dpo.loss, reward_model.kind) may override some."""
-    kind = {"dpo": config.dpo.loss, "reward-model": config.reward_model.kind}.get(command or "", "")
-    return DEFAULTS.get(command or "", {}) | DEFAULTS.get(f"{command} {kind}", {})
-
-
 # -- loading ---------------------------------------------------------------------------------------
 
 ROWS = (".jsonl", ".csv", ".parquet", ".arrow", ".gz")  # suffixes of data files, which are no config
@@ -75,8 +69,10 @@ def load(
         _set(given, key, value)
     first = _validated(given)
     tree: dict[str, Any] = {}
-    for key, value in defaults_for(command, first).items():
-        _set(tree, key, value)
+    kind = {"dpo": first.dpo.loss, "reward-model": first.reward_model.kind}.get(command or "", "")
+    for name in (command or "", f"{command} {kind}"):  # the defaults of its kind come last
+        for key, value in DEFAULTS.get(name, {}).items():
+            _set(tree, key, value)
     tree = _merged(tree, _preset(first))
     config = _validated(_merged(tree, first.model_dump(exclude_unset=True)))
     _keep_given(config, first)

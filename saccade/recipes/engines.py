@@ -85,14 +85,15 @@ def _limits(config: Config) -> list[Limits]:
 
 def require_capabilities(rollout: RolloutConfig, engine: Engine) -> None:
     """Refuse what the engine cannot do. Truncated sampling: it must return the kept ids, which training reads.
-    `rollout.keep_keys`: its KV cache must be usable after an update, in memory that the trainer does not take.
+    `rollout.at_update`: its KV cache must be usable after an update, in memory that the trainer does not take.
     """
     can = engine.capabilities()
     if (rollout.top_p < 1 or rollout.top_k > 0) and not can.support:
         raise ConfigError(f"rollout.truncated_sampling: not with {rollout.engine}; use rollout.engine=embedded")
-    if rollout.keep_keys and not (can.live_updates and can.separate_memory):
-        why = "replicas share a GPU with the trainer" if can.live_updates else f"{rollout.engine} computes them again"
-        raise ConfigError(f"rollout.keep_keys: {why}; use rollout.keep_keys=false")
+    again, shared = not can.live_updates and rollout.at_update == "keep_keys", not can.separate_memory
+    if rollout.at_update != "interrupt" and (again or shared):
+        why = f"{rollout.engine} computes them again" if again else "replicas share a GPU with the trainer"
+        raise ConfigError(f"rollout.at_update={rollout.at_update}: {why}; use rollout.at_update=interrupt")
 
 
 def check_parity(

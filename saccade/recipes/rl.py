@@ -99,8 +99,7 @@ def run(config: Any, *, preflight: Preflight | None = None) -> dict[str, Any]:
                 progress, learned = update_models(updates, algorithm, learners, this.progress, step)
                 refresh_reference(reference, policy, algorithm, step)
             with this.phase("hand_over"):
-                if not config.rollout.keep_keys or this.checkpointer.due(step):  # a checkpoint saves sampled tokens
-                    sampler.ahead.pool.interrupt()
+                sampler.ahead.before_update(config.rollout.at_update, saved=this.checkpointer.due(step))
                 engine.update_weights(policy, version=step)
             metrics = rollouts.metrics
             metrics.merge(counted.result(), selected, *(count.result() for count in measured), learned)

@@ -10,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from saccade.algorithms.describe import resolved_options
 from saccade.algorithms.resolved_algorithm import Algorithm
 from saccade.checks.steps import total_steps
-from saccade.config import Config, RolloutConfig, TrainConfig
+from saccade.config import Config, RolloutConfig
 from saccade.data.datasets import Dataset, Stream
-from saccade.engines import Engine
 from saccade.errors import ConfigError
 from saccade.models.families import Family
 from saccade.recipes import model_setup, questions, run_parts
@@ -27,7 +28,7 @@ from saccade.recipes.validation import Validation, evaluator_of
 from saccade.registry import HOOKS
 from saccade.rollout.collect import Pool
 from saccade.rollout.stored import group_files, load_groups
-from saccade.run.folder import RECORD, TRAJECTORIES
+from saccade.run.folder import CONFIG, RECORD, TRAJECTORIES
 from saccade.run.training_run import Run
 from saccade.system.contents import File
 from saccade.trainer import Scoring, Trainer
@@ -85,8 +86,12 @@ def set_up(config: Config, algorithm: Algorithm, family: Family, data: Dataset, 
     surplus = CarriedGroups(sample_of=data.sample)
     moving = reference if algorithm.reference_moves else None
     carried = surplus if algorithm.filter.keep_surplus else None
-    pool, steps = _pool_of(config.train, algorithm, engine), config.rollout.ahead
-    ahead = RolloutsAhead(pool=pool, steps=steps, total=total, sample_of=data.sample, record=record, replay=replay)
+    # Without memory of its own, an engine gets at most the requests of one step at a time.
+    of_a_step = config.train.prompts_per_step * (algorithm.samples_per_prompt + algorithm.estimator.greedy)
+    pool = Pool(engine, at_once=math.inf if engine.capabilities().separate_memory else of_a_step)
+    ahead = RolloutsAhead(
+        pool=pool, steps=config.rollout.ahead, total=total, sample_of=data.sample, record=record, replay=replay
+    )
     begun = run.start is not None and (run.start / "state" / "ahead").is_dir()  # rollout.ahead may have been larger
     going_on = ahead if ahead.steps or begun else None
     # Parts with state, by their folder in a checkpoint.
@@ -157,13 +162,6 @@ def _learners(
     return learners, reference
 
 
-def _pool_of(train: TrainConfig, algorithm: Algorithm, engine: Engine) -> Pool:
-    """The pool. Without separate memory, an engine gets at most the requests of one step at a time."""
-    members = algorithm.samples_per_prompt + algorithm.estimator.greedy
-    own = engine.capabilities().separate_memory
-    return Pool(engine, at_once=math.inf if own else train.prompts_per_step * members)
-
-
 def _record_folders(rollout: RolloutConfig, run: Run) -> tuple[Path | None, Path | None]:
     """The folders of `rollout.record`: one to store completions in, and one of another run to replay."""
     record = rollout.record
@@ -172,4 +170,7 @@ def _record_folders(rollout: RolloutConfig, run: Run) -> tuple[Path | None, Path
     replay = Path(record) / TRAJECTORIES / RECORD
     if not replay.is_dir():
         raise ConfigError(f"rollout.record={record}: no record there; a run with rollout.record=write writes one")
+    theirs = yaml.safe_load((Path(record) / CONFIG).read_text(encoding="utf-8"))["rollout"]["ahead"]
+    if theirs != rollout.ahead:
+        raise ConfigError(f"rollout.record={record}: its draws began {theirs} steps ahead; use rollout.ahead={theirs}")
     return None, replay

@@ -79,6 +79,13 @@ class RolloutsAhead:
         self._named = (step, self._named[1] + 1 if self._named[0] == step else 1)
         return "{}/{}".format(*self._named)
 
+    def before_update(self, how: str, *, saved: bool) -> None:
+        """The engine's weights will change. If a checkpoint is `saved` after that, it has the tokens sampled so far."""
+        if how == "drain":
+            self.pool.drain()
+        elif how == "interrupt" or saved:
+            self.pool.interrupt()
+
     def snapshot(self) -> None:
         """At the end of a step: take the snapshot of started draws that a checkpoint stores."""
         self._saved = [*(draw._replace(generated=started.generated()) for draw, started, _ in self.begun), *self.stored]

@@ -122,9 +122,9 @@ class Pool:
             for repeat, own_setup in setups.items():
                 key = f"{name}{episode_key(uid, repeat)}"
                 before = generated.get(key, Generated())
-                started_episode = episode(sample, repeat, uid, own_setup, on_limit and partial(on_limit, sample))
+                steps = episode(sample, repeat, uid, own_setup, on_limit and partial(on_limit, sample))
                 places[key] = (index, repeat)
-                running[key] = _Running(episode=started_episode, replayed=[*before.turns], beginning=before.beginning)
+                running[key] = _Running(episode=steps, replayed=[*before.turns], beginning=before.beginning)
         started = Started(
             samples=samples,
             uids=uids,
@@ -166,6 +166,13 @@ class Pool:
             )
             for i, sample in enumerate(started.samples)
         ]
+
+    def drain(self) -> None:
+        """Wait until all episodes have ended."""
+        while self._owners:
+            self._poll()
+            if self.calls and not self.engine.pending:
+                time.sleep(0.001)
 
     def interrupt(self) -> None:
         """Abort unfinished requests and keep their tokens: the engine is then idle, and weights may change."""

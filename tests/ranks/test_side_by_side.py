@@ -291,7 +291,7 @@ def test_kill_9_of_replicas_amid_rollouts_training_and_a_hand_over(watched, run,
     monkeypatch.setattr(Replicas, "_hand_out", amid_rollouts)
     watched.before_update = amid_training
     few = {"save__every": 2, "rollout__max_sequences": 4}  # so that later steps have to wait
-    folder = run(rollout__replicas=2, rollout__keep_keys=keep, **validated | few)
+    folder = run(rollout__replicas=2, rollout__at_update="keep_keys" if keep else "interrupt", **validated | few)
     assert watched.require_sound() == AHEAD and watched.under_way[1] > 0 and watched.slept == 0
     assert [watched.handed_over[step] > 0 for step in (1, 2)] == [keep, False]  # not before a checkpoint
     gaps = [row["mismatch/logp_gap_max"] for row in read_metrics(folder) if "mismatch/logp_gap_max" in row]
@@ -316,6 +316,8 @@ def test_a_run_is_repeated_from_its_record(watched, run, rl_config, tmp_path, sa
     one, *others = (folder / "checkpoints" / f"step-{STEPS}" for folder in runs)
     assert all(same_weights(one, other) for other in others)
     assert not asked and not any("rollout.record" in text for text in said)
+    with pytest.raises(ConfigError, match=r"its draws began 2 steps ahead; use rollout\.ahead=2"):
+        rl.run(again | {"run.name": "nearer", "rollout.ahead": 1})
     with pytest.raises(ConfigError, match=r"draw 1/1 asked counting-24-\d+, .* use the config\.yaml of that run"):
         rl.run(again | {"run.name": "other", "run.seed": 7})
     with pytest.raises(ConfigError, match=r"draw 1/1 has \d+ answers, here it asks for \d+; use train\.samples_per_p"):
@@ -334,17 +336,24 @@ def _killed_in_step_3(options: dict[str, Any]) -> None:
     rl.run(options)
 
 
-def test_kill_9_of_a_run_whose_rollouts_are_carried(rl_config, tmp_path, tensors):
-    """Resumed from its last checkpoint it ends with the weights of one that nobody disturbed."""
-    more = {"rollout__max_tokens": 24, "rollout__max_sequences": 8, "save__every": 1}
+@pytest.mark.parametrize(
+    "more", [{}, {"rollout__replicas": 1, "rollout__at_update": "drain"}], ids=["carried", "drained"]
+)
+def test_kill_9_of_a_run_whose_rollouts_are_ahead(rl_config, tmp_path, tensors, forked_ranks, more):
+    """Resumed from its last checkpoint it ends with the weights of one that nobody disturbed, if none of its rollouts
+    depends on when weights changed: they are carried, or all have ended before.
+    """
+    more |= {"rollout__max_tokens": 24, "rollout__max_sequences": 8, "save__every": 1}
     killed, undisturbed = (rl_config(tmp_path / name, **LONG | more) for name in ("killed", "undisturbed"))
     process = forked(_killed_in_step_3, killed)
     rl.run(undisturbed)
     process.join(LIMIT)
     assert process.exitcode == -signal.SIGKILL
     rl.run(killed | {"run.resume": "auto"})
-    rows = [row["step"] for row in read_metrics(tmp_path / "killed" / "run") if "data/staleness_max" in row]
-    assert rows == [*range(1, STEPS + 1)]
+    ages = {row["step"]: row["data/staleness_mean"] for row in read_metrics(tmp_path / "killed" / "run") if
+            "data/staleness_mean" in row}  # fmt: skip
+    assert [*ages] == [*range(1, STEPS + 1)]
+    assert [*ages.values()] == [0, 1, 2, 2] if "rollout__replicas" in more else max(ages.values()) < AHEAD
     ours, theirs = (
         tensors(tmp_path / name / "run" / "checkpoints" / f"step-{STEPS}") for name in ("killed", "undisturbed")
     )

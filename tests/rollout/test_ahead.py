@@ -268,8 +268,8 @@ def test_old_tokens_can_be_left_out_and_on_policy_presets_refuse(trained, same_w
         rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, algorithm__old="detach", train__updates_per_step=2))
     with pytest.raises(ConfigError, match=r"gpg is strictly on-policy; use rollout\.ahead=0"):
         rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, algorithm__preset=["gpg"]))
-    with pytest.raises(ConfigError, match=r"rollout\.keep_keys: has no effect without .*use rollout\.replicas=1"):
-        rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, rollout__keep_keys=True))
+    with pytest.raises(ConfigError, match=r"rollout\.at_update: has no effect without .*use rollout\.replicas=1"):
+        rl.run(rl_config(tmp_path, **LONG, rollout__ahead=1, rollout__at_update="keep_keys"))
     assert not Path(tmp_path / "run").exists()
 
 

@@ -35,9 +35,9 @@ class RolloutConfig(Section):
     ahead: int = option(
         0, "Steps that rollouts may run ahead of training; above 0 their tokens are weighed.", ge=0, commands=("rl",)
     )
-    keep_keys: bool = option(
-        False,
-        "New weights reach running sequences: their keys and values stay, instead of being computed again.",
+    at_update: Literal["interrupt", "keep_keys", "drain"] = option(
+        "interrupt",
+        "When weights change, unfinished sequences: compute keys again, keep old ones, or end first (training waits).",
         when=(When("rollout.ahead", "rollout.ahead=1"), When("rollout.replicas", "rollout.replicas=1")),
         commands=("rl",),
     )

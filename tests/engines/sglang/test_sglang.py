@@ -211,9 +211,11 @@ def test_what_cannot_be_served_is_refused(engine, requests):
     with pytest.raises(ConfigError, match=r"raise data\.max_prompt_tokens"):
         engine.submit(replace(requests[0], sampling=Sampling(max_tokens=40_000)))
     assert engine.pending == 0 and not engine.capabilities().support
-    options = {"engine": "sglang", "ahead": 1, "replicas": 1, "keep_keys": True}
+    options = {"engine": "sglang", "ahead": 1, "replicas": 1, "at_update": "keep_keys"}
     chosen = config.load({f"rollout.{name}": value for name, value in options.items()})
-    with pytest.raises(ConfigError, match=r"keep_keys: sglang computes them again; use rollout\.keep_keys=false"):
+    with pytest.raises(
+        ConfigError, match=r"at_update=keep_keys: sglang computes them again; use rollout\.at_update=interrupt"
+    ):
         require_capabilities(chosen.rollout, engine)
 
 
