@@ -11,7 +11,7 @@ RESULTS.md and its picture. With one thread per process, as below, it needs no G
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,10 +36,11 @@ ARMS: dict[str, tuple[str, ...]] = {
 }
 
 
-def jobs_of(out: Path, seeds: Sequence[int], args: argparse.Namespace) -> list[Job]:
+def jobs_of(args: argparse.Namespace, every: Mapping[str, tuple[str, ...]]) -> list[Job]:
     """A cold start of each seed, from its own random weights; every arm starts from it."""
+    out, seeds = args.out.resolve(), [100] if args.dev else args.seeds
     data = quickstart.draw_data(out / "data", TINY if args.tiny else SIZE, 0)
-    arms = {arm: options for arm, options in ARMS.items() if arm != "vllm" or find_spec("vllm")}
+    arms = {arm: options for arm, options in every.items() if arm != "vllm" or find_spec("vllm")}
     jobs = []
     for seed in seeds:
         model = tiny_kinds.build("qwen2_5_vl", out / f"model-{seed}", words=quickstart.WORDS, seed=seed)
@@ -55,8 +56,7 @@ def jobs_of(out: Path, seeds: Sequence[int], args: argparse.Namespace) -> list[J
 def main(argv: Sequence[str] | None = None) -> None:
     args = command_line(__doc__, "systems").parse_args(argv)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; all keys and values of a step take 30 MiB
-    seeds = [100] if args.dev else args.seeds
-    run_and_write([] if args.page else jobs_of(args.out.resolve(), seeds, args), args, HERE, write_page)
+    run_and_write([] if args.page else jobs_of(args, ARMS), args, HERE, write_page)
 
 
 if __name__ == "__main__":
