@@ -95,5 +95,5 @@ def summary(found: Mapping[str, Found], first: Found, chances: Mapping[str, floa
     said = "; ".join(f"{ABOUT[arm]}: {gain(ends(runs, SCORE), score)}{'*' * (chances[arm] < LEVEL)}"
                      for arm, runs in found.items() if arm != FIRST)  # fmt: skip
     learned = f"held-out accuracy {mean_of(start_of(first))} → {mean_of(score)} %"
-    return (f"On a CPU, {len(first)} seeds: {learned} with tokens of the policy that is trained; with older ones, by age "
-            f"in steps, in points: {said} (*: beyond chance).")  # fmt: skip
+    return (f"On a CPU, {len(first)} seeds: {learned} with tokens of the policy that is trained; with older ones, by "
+            f"age in steps, in points: {said} (*: beyond chance).")  # fmt: skip
