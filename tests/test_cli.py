@@ -110,6 +110,7 @@ def test_dry_run_prints_what_was_chosen_and_the_arithmetic(counting):
         (2, [], "144 = 3 x 48", "2 steps"),
         (1, ["algorithm.preset=remax"], "24 = 2 x 12", "1 steps"),  # one greedy answer for each prompt
         (1, surplus, "192 = 2 x 96", "1 steps, 2 in a carried surplus"),
+        (50, [], "192 = 4 x 48", "3 steps"),  # of four steps
     ):
         said = run(*given, f"rollout.ahead={ahead}", *more).stdout
         assert re.search(rf"in flight at most +{flight}\n", said) and re.search(rf"token when trained +{old}\n", said)

@@ -102,9 +102,11 @@ def _ahead(config: Config) -> list[tuple[str, str]]:
     """Of rollouts that run ahead: those of a step and of the next ones are unfinished at a time."""
     if not (ahead := config.rollout.ahead):
         return []
+    last = (_steps_of(config, _rows(config)) or ahead + 2) - 1  # none begins behind the last step
+    ahead, carried = min(ahead, last), min(ahead + 1, last)
     algorithm = algorithm_of(config)
     answers = config.train.prompts_per_step * (algorithm.samples_per_prompt + algorithm.estimator.greedy)
-    oldest = f"{ahead} steps" + f", {ahead + 1} in a carried surplus" * algorithm.filter.keep_surplus
+    oldest = f"{ahead} steps" + f", {carried} in a carried surplus" * algorithm.filter.keep_surplus
     flying = f"{(1 + ahead) * answers} = {1 + ahead} x {answers}"
     return [("answers in flight at most", flying), ("oldest token when trained", oldest)]
 
@@ -123,18 +125,22 @@ def _answers(config: Config, command: str) -> list[tuple[str, str]]:
     ]
 
 
-def _steps(config: Config, per_step: int) -> list[tuple[str, str]]:
+def _rows(config: Config) -> int | None:
     weighted = any(source.weight is not None for source in config.data.train)
     rows = None if weighted else total_rows(config.data.train)  # a mixture by weights has no epochs
-    if rows is not None and config.data.max_samples is not None:
-        rows = min(rows, config.data.max_samples)
+    return rows if rows is None else min(rows, config.data.max_samples or rows)
+
+
+def _steps_of(config: Config, rows: int | None) -> int | None:
+    return None if rows is None and config.run.max_steps is None else total_steps(config, rows or 0)
+
+
+def _steps(config: Config, per_step: int) -> list[tuple[str, str]]:
+    rows = _rows(config)
     per_epoch = "not counted" if rows is None else f"{rows / per_step:.4g} ({rows} rows)"
     if rows and per_step > rows:
         per_epoch += f"; a step takes each row {per_step / rows:.2g} times"
-    if rows is None and config.run.max_steps is None:
-        steps = f"{config.train.epochs:g} epochs"
-    else:
-        steps = str(total_steps(config, rows or 0))
+    steps = str(_steps_of(config, rows) or f"{config.train.epochs:g} epochs")
     return [("steps per epoch", per_epoch), ("steps", steps)]
 
 
