@@ -253,6 +253,8 @@ def test_keys_of_the_docs_lead_to_the_options_beside_them() -> None:
         seen += len(keys) * bool(wanted)
     assert seen > 120
     assert unknown_key("trainer.val_only").endswith("; use `saccade eval`")
+    for key in ("rollout.max_staleness", "algorithm.max_staleness", "async_training.partial_rollout"):
+        assert "; write rollout.ahead, and algorithm.correct='[tis.token, {name: recent, " in unknown_key(key)
 
 
 def test_every_key_of_a_foreign_file_is_answered() -> None:
