@@ -71,7 +71,8 @@ def test_a_healthy_model_passes_to_its_end(tmp_path, name):
     assert {f["status"] for f in findings} <= {"ok", "note"} and not list(tmp_path.iterdir())
     said = {f["name"]: f["text"] for f in findings}
     rows = " ".join(f["text"] for f in findings if f["name"] == "rows")
-    proved = ("logits of answers: ", "video beside an image: ")  # of a model of the generic family
+    # Of a model of the generic family.
+    proved = ("logits of answers: ", "video beside an image: ", "compared with transformers in ")
     assert all(words in rows for words in (proved if name == "internvl" else ("transformers", "one by one")))
     assert ("another image" in said["parity embedded"]) == (name != "qwen3")
 

@@ -309,6 +309,11 @@ def test_a_prompt_that_sees_itself_both_ways_is_refused(kind):
         proof.prove(model, family)
 
 
+def test_float32_is_advised_only_where_half_precision_rounds():
+    advised = {limit: proof.Compared("logits", 0.3, limit).advice for limit in (0, *proof.GAPS.values())}
+    assert {limit for limit, advice in advised.items() if "model.dtype=float32" in advice} == {0.05, 0.02}
+
+
 def test_a_verdict_is_remembered(kind, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     family, model = kind("llava_next")
@@ -319,7 +324,9 @@ def test_a_verdict_is_remembered(kind, monkeypatch, tmp_path):
         proof.prove(model, family)
         assert len(calls) == wanted
     (file,) = (tmp_path / "saccade" / "proofs").iterdir()
-    assert {row["what"] for row in json.loads(file.read_text())} >= {"prompts", "masks", "logits of answers"}
+    verdict = json.loads(file.read_text())
+    assert {row["what"] for row in verdict["rows"]} >= {"prompts", "masks", "logits of answers"}
+    assert 0 < verdict["seconds"] < 600
     template = family.chat.template + "{# another #}"
     proof.prove(model, replace(family, chat=replace(family.chat, template=template)))
     assert len(calls) == 2

@@ -3,6 +3,7 @@ single rows; the trainer with the embedded engine, also after a weight change an
 same with vLLM, SGLang or replicas, if configured.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,9 +42,11 @@ def rows_agree(trainer: LocalTrainer, engine: Engine) -> Iterator[tuple[str, ...
     """
     if trainer.family.reader is not None:
         yield from unlimited(trainer.family)
+        started = time.perf_counter()
         for row in proof.comparisons(trainer.model, trainer.family):
             status = "warning" if row.kind else "failure"
             yield ("ok", str(row)) if row.agrees else (status, str(row), row.advice)
+        yield "ok", f"compared with transformers in {time.perf_counter() - started:.1f} s"
         return
     family, sampling = trainer.family, Sampling(max_tokens=8, ignore_eos=True)
     groups = []

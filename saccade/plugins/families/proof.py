@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -65,7 +66,8 @@ class Compared(NamedTuple):
     @property
     def advice(self) -> str:
         """What can be done where it does not agree."""
-        instead = "use another model" + ", or model.dtype=float32 if it is rounding" * math.isfinite(self.gap)
+        halves = GAPS[torch.float32] < self.limit and math.isfinite(self.gap)
+        instead = "use another model" + ", or model.dtype=float32 if it is rounding" * halves
         kind, beside, _ = self.kind.partition(f" {BESIDE}")
         what = kind and f"rows that hold {KINDS[kind].article}{beside} are refused, others are not: leave them out, or "
         return what + instead
@@ -83,10 +85,10 @@ def prove(model: Any, family: Family) -> None:
     """
     family.reader.keep_for(model.dtype)
     file = _verdict_file(model, family)
-    proved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+    proved = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.is_file() else []
     if _largest(model, not proved)[0]:
         proved = []  # ranks that hold a part each prove it together, or none does
-    found = []
+    found, started = [], time.perf_counter()
     for row in [Compared(**each) for each in proved] or comparisons(model, family):
         found.append(row)
         if not row.agrees and row.kind:
@@ -96,10 +98,11 @@ def prove(model: Any, family: Family) -> None:
             raise EnvironmentProblem(f"{what}; {row}; {row.advice}")
     if proved:
         return
+    kept = {"seconds": time.perf_counter() - started, "rows": [row._asdict() for row in found]}
     with suppress(OSError):  # it is proved again where nothing can be kept
         file.parent.mkdir(parents=True, exist_ok=True)
         whole = file.with_suffix(f".{os.getpid()}")  # other processes may read it at this moment
-        whole.write_text(json.dumps([row._asdict() for row in found], indent=1) + "\n", encoding="utf-8")
+        whole.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         whole.replace(file)
 
 
