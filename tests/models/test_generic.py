@@ -358,12 +358,20 @@ def test_a_critic_has_no_language_head(kind):
         ("florence2", "has an encoder for text"),
         ("glm5_next", "has layers of type indexed_attention, linear_attention"),
         ("blip", "computes its own attention"),
+        ("instructblip", "reads no text without a picture"),
+        ("mistral4", "names no token that stands for a picture"),
     ],
 )
 def test_the_gate(kind, why, tmp_path):
     transformers.CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     with pytest.raises(EnvironmentProblem, match=f"a model of type .*{why}.*; use one whose decoder"):
         generic.gate(str(tmp_path))
+
+
+def test_a_processor_that_fails_in_a_chat_is_said(tmp_path):
+    """Fuyu's puts its picture first by itself."""
+    with pytest.raises(EnvironmentProblem, match=r"'fuyu' has a processor that fails at a picture in a chat \(Runtime"):
+        load_family(tiny_kinds.build("fuyu", tmp_path))
 
 
 CODE = """

@@ -10,7 +10,7 @@ Nothing here is believed: what a config tells is looked at before weights are re
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -68,7 +68,7 @@ SIMILAR = "one whose decoder attends to its own tokens alone, such as qwen2_5_vl
 
 def gate(path: str, *, trust_remote_code: bool = False) -> Any:
     """The model without weights; refused where its config tells that rows cannot be packed."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, GenerationMixin
 
     try:
         settings = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -94,14 +94,18 @@ def gate(path: str, *, trust_remote_code: bool = False) -> Any:
             auto = auto_class(settings)
             with torch.device("meta"):
                 model = auto.from_config(settings, trust_remote_code=trust_remote_code)
-            decoder = decoder_of(model)
+            decoder, asked = decoder_of(model), inspect.signature(model.forward).parameters
         except Exception as error:
             _require_libraries(path, error)
             raise _refused(path, settings, f"cannot be built ({type(error).__name__}: {error})") from error
         if not walked and not any(getattr(part, "_supports_attention_backend", False) for part in (model, decoder)):
             why = "computes its own attention, through which packed rows would leak into each other"
-        elif not model.can_generate() or model.get_output_embeddings() is None:
-            why = "does not generate text"
+        elif GenerationMixin not in type(model).__mro__ or model.get_output_embeddings() is None:
+            why = "does not generate text token by token"
+        elif "pixel_values" in asked and asked["pixel_values"].default is inspect.Parameter.empty:
+            why = "reads no text without a picture"
+        elif not _tokens_of(model.config, ["image"]):
+            why = "names no token that stands for a picture"
     if why:
         raise _refused(path, settings, why)
     return model
@@ -133,18 +137,20 @@ def auto_class(settings: Any) -> Any:
     return seeing if known else transformers.AutoModelForCausalLM
 
 
+def _tokens_of(settings: Any, kinds: Iterable[str] = MEDIA_TOKENS) -> list[Any]:
+    parts = [settings, *(getattr(settings, f"{tower}_config", None) for tower in ("vision", "audio"))]
+    found = (getattr(part, name, None) for kind in kinds for name in MEDIA_TOKENS[kind] for part in parts)
+    return [one for one in found if one is not None]
+
+
 def any_family(family: Family, trust_remote_code: bool) -> Family:
     """The family of a folder, from its processor and a model without weights."""
     model = gate(family.path, trust_remote_code=trust_remote_code)
     settings = model.config
-    parts = [settings, *(getattr(settings, f"{tower}_config", None) for tower in ("vision", "audio"))]
-    found = {kind: [getattr(part, n, None) for n in names for part in parts] for kind, names in MEDIA_TOKENS.items()}
-    if not any(one is not None for one in found["image"]):
-        raise _refused(family.path, settings, "names no token that stands for a picture")
-    named = [one for every in found.values() for one in every if one is not None]
-    ids = [i for one in named for i in (one if isinstance(one, Sequence) else [one])]
+    ids = [i for one in _tokens_of(settings) for i in (one if isinstance(one, Sequence) else [one])]
     cut = (module.kernel_size for module in model.modules() if isinstance(module, torch.nn.Conv2d))
-    patch = getattr(parts[1], "patch_size", None) or next(cut, 1)  # configs of timm do not tell it
+    tower = getattr(settings, "vision_config", None)
+    patch = getattr(tower, "patch_size", None) or next(cut, 1)  # configs of timm do not tell it
     blocks = BOTH_WAYS.get(settings.model_type, lambda text: "")(settings.get_text_config())
     side = patch if isinstance(patch, int) else patch[0]
     reader = PictureReader(family.path, ids, side, trust_remote_code=trust_remote_code)
@@ -155,7 +161,11 @@ def any_family(family: Family, trust_remote_code: bool) -> Family:
         blank = Media(kind=kind, hash="", width=1, height=1, path="", frames=(0, 0), fps=1.0)
         return plain.text_of([Message(role="user", parts=(before, blank, after))], False)
 
-    reader.frame(text_of)
+    try:
+        reader.frame(text_of)
+    except (RuntimeError, LookupError, TypeError, AttributeError) as error:
+        why = f"has a processor that fails at a picture in a chat ({type(error).__name__}: {error})"
+        raise _refused(family.path, settings, why) from error
     text = settings.get_text_config()
     banned = np.zeros(text.vocab_size, dtype=bool)
     known = min(len(banned), len(family.banned))
