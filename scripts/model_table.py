@@ -29,6 +29,15 @@ MEDIA = {"image": "images", "video": "videos", "audio": "sounds"}
 SERVED = dict.fromkeys(("smolvlm", "llava_onevision", "internvl", "llava", "qwen2_5_vl", "qwen3_vl"), "tested")
 SERVED["gemma3"] = "but blocks"  # tests/vllm/test_served_kinds.py
 WORKS = ("type", "own family", "logits", "gradients", "embedded", "turn", "adapters", "vLLM", "videos", "sounds")
+# What published configs have, and default ones do not.
+PUBLISHED = {
+    "diffusion_gemma": {
+        "text_config": {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704},
+        "vision_config": {},
+    },
+    "minimax_m3_vl": {"text_config": {"layer_types": ["full_attention", *["minimax_m3_sparse"] * 59]}},
+}
+WHOLE = {"qwen3_omni_moe": "qwen3_omni_moe_thinker"}  # folders that hold more than the model that is run
 OTHERS = ("type", "own family", "verdict", "why")
 INTRO = """# Models
 
@@ -66,7 +75,8 @@ quickstart --kind gemma3` shows one learn.
 `model.family=generic` chooses the generic family for a model that has one of its own.
 
 This page is written by `python scripts/model_table.py`, which runs a tiny random model of each kind on a CPU in
-float32, through the generic family also where a type has its own. Weights of published models were not run.
+float32, through the generic family also where a type has its own; of qwen3_omni_moe its thinker is run. Weights of
+published models were not run.
 transformers {version}.
 
 ## What works
@@ -88,6 +98,8 @@ def row_of(kind, folder):
     """The cells of a type that works, after type and own family; (verdict, why) of one that does not."""
     import torch
 
+    if "image" not in (FAMILIES[kind].media_tokens if kind in FAMILIES else "image"):
+        return "not by the generic family", "its own family takes it; the generic one is for models that see pictures"
     family = load_family(folder, name=kind if kind not in FAMILIES else "generic")
     family = replace(family, spec=replace(family.spec, prove=lambda model, family: None))
     model = load_model(family, dtype=torch.float32, device=torch.device("cpu"))
@@ -112,19 +124,23 @@ def row_of(kind, folder):
     return *figures, SERVED.get(kind, ""), senses.get("video", ""), senses.get("audio", "")
 
 
+def reason(error):
+    said = str(error).partition(": ")[2].removeprefix("a model of type ").partition("; use one")[0]
+    return said.splitlines()[0]
+
+
 def looked_at(kind, scratch):
     """(verdict, why) of the gate for the default config of a type."""
     import transformers
 
     try:
-        transformers.CONFIG_MAPPING[kind]().save_pretrained(scratch)
+        transformers.CONFIG_MAPPING[kind](**PUBLISHED.get(kind, {})).save_pretrained(scratch)
     except Exception as error:
         return "not known", f"the config of its type does not build ({type(error).__name__})"
     try:
         generic.gate(scratch)
     except SaccadeError as error:
-        said = str(error).partition("a model of type ")[2].partition("; use one")[0]
-        return "refused before weights", said.splitlines()[0]
+        return "refused before weights", reason(error)
     return "passes the gate", "not run; the proof decides when it is loaded"
 
 
@@ -132,15 +148,18 @@ def main(names):
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SHIPPED
 
     quiet_libraries()
-    kinds = names or sorted({*SHIPPED, *tiny_kinds.KINDS})
+    seeing = {kind for kind, spec in FAMILIES.items() if spec.media_tokens}
+    kinds = names or sorted({*SHIPPED, *tiny_kinds.KINDS, *seeing, *WHOLE})
     rows = []
     for kind in kinds:
         with tempfile.TemporaryDirectory() as scratch:
             try:
-                if kind in tiny_kinds.ALL:
-                    verdict = row_of(kind, tiny_kinds.build(kind, scratch))
+                if (run := WHOLE.get(kind, kind)) in tiny_kinds.ALL:
+                    verdict = row_of(run, tiny_kinds.build(run, scratch))
                 else:
                     verdict = looked_at(kind, scratch)
+            except SaccadeError as error:
+                verdict = "refused at load", reason(error)
             except Exception as error:
                 lines = [line for line in str(error).splitlines() if line]
                 verdict = (
