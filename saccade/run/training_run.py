@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from shlex import quote
 from traceback import format_exception
 from types import FrameType
 from typing import Any
@@ -264,7 +265,7 @@ class Run:
         self.finish_validation()
         self.save(last=True)
         saved = self.folder.checkpoints / f"step-{self.step}"
-        log.info(f"checkpoint {saved}; `saccade report {self.folder.path}` writes a page about this run")
+        log.info(f"checkpoint {saved}; `saccade report {quote(str(self.folder.path))}` writes a page about this run")
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step and note the most GPU memory it took."""

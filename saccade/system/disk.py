@@ -38,6 +38,8 @@ def require_new(path: Path, option: str, *, file: bool = True, inside: str = "",
     """As `require_writable`; refuses also what exists: commands that make data or configs overwrite nothing. With
     `inside`, the path is a folder, and a file of that name in it is what must not exist. `other`: what else to give.
     """
+    if inside and path.suffix == Path(inside).suffix and not path.exists():
+        raise ConfigError(f"{option} {path} is a folder, which gets a {inside}; try {path.with_suffix('')}")
     if (new := path / inside).exists():
         raise ConfigError(f"{option} {new} exists and is not overwritten; give another {other}")
     require_writable(path, option, file=file and not inside)

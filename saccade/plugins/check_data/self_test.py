@@ -124,7 +124,7 @@ def _advice(result: SelfTest, shown: str, broken: bool) -> str:
         return f"Raise {DEADLINE_OPTION}; what takes long once, such as an import, belongs above the function."
     if broken:
         return "Fix what fails: it would fail in training, too."
-    warn = "reward.self_test=warn trains all the same."
+    warn = "reward.self_test=warn goes on all the same."
     if all(failure.advised for failure in result.failures):
         return warn
     if not any(split_name(failure.verifier) for failure in result.failures):

@@ -165,7 +165,8 @@ def _write(
 ) -> None:
     source = command[1]
     if not rows:
-        raise DataError(f"{source}: no row is left of {dict(counts)}; read what was said in {out / 'asked'}")
+        left = ", ".join(f"{name}: {number}" for name, number in counts.items())
+        raise DataError(f"{source}: no row is left ({left}); read what was said in {out / 'asked'}")
     model = config.rollout.http.model if config.rollout.engine == "http" else config.model.path
     how = f"with temperature {config.rollout.temperature:g}, generate.n={config.generate.n}, run.seed={config.run.seed}"
     what = f"{len(rows):,} rows that saccade {__version__} made of {source}, asking {model} {how}"

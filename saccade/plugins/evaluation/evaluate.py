@@ -25,6 +25,7 @@ from saccade.plugins.evaluation.answering import answering_family, evaluator_of,
 from saccade.plugins.evaluation.checks_of_sets import BLIND, leak_metrics, leaked, sight_gain, with_blind
 from saccade.plugins.evaluation.eval_folder import begin_folder, folders_of, locked_folder, missing
 from saccade.plugins.evaluation.rescoring import read_samples, require_pictures, rescored, suites_among
+from saccade.plugins.reports.diagnosis import diagnose_answers
 from saccade.plugins.reports.eval_report import table_lines, write_eval_report
 from saccade.plugins.reports.trajectories import TrajectoryWriter
 from saccade.plugins.reward_models import reward_training
@@ -35,6 +36,7 @@ from saccade.recipes import model_setup, questions, run_parts
 from saccade.recipes.accuracy import with_interval
 from saccade.recipes.evaluator import Result, describe
 from saccade.recipes.failures import check_errors
+from saccade.rollout.scoring import missing_answer
 from saccade.run.console import Console
 from saccade.run.folder import QUARANTINE, RESULTS, read_manifest
 from saccade.system import devices
@@ -100,12 +102,15 @@ def _evaluate(
     seen = leaked(sets, training.samples) if training else {}
     sets = with_blind(sets) if "blind" in also else sets
     opened = evaluator_of(config, family, folder, answers=answers, command="eval", name=folder.name)
+    mild = {"self_test": "off" if config.reward.self_test == "off" else "warn"}
+    warned = config.model_copy(update={"reward": config.reward.model_copy(update=mild)})
     results = list[Result]()
     with closing(TrajectoryWriter(folder)) as writer, opened as (evaluator, console):
         for line in filter(None, (checks.ignored_options(config, "eval", ("data.train",) if training else ()), idle)):
             log.info(line)
-        for dataset in sets.values():
-            run_parts.test_rewards(config, evaluator.scorer, dataset.samples)
+        for name, dataset in sets.items():
+            public = name.removesuffix(BLIND) in config.eval.suites  # its rows are as published, with their mistakes
+            run_parts.test_rewards(warned if public else config, evaluator.scorer, dataset.samples)
         warn_of_rewards(evaluator.scorer, sets.values(), shared=False)
         facts = {**asked, **run_parts.manifest(family, training, config.data)}
         facts["sets"] = [{"name": n, "rows": len(data.samples), "hash": data.hash} for n, data in sets.items()]
@@ -121,6 +126,9 @@ def _evaluate(
             writer.flush()
             leaks = leak_metrics(result, seen[name], result.scores) if name in seen else {}
             _finish_set(folder, summary, result, stored.sample_rows(result, family), config.eval.suites, leaks)
+            shown_answers = missing_answer(result.groups, evaluator.scorer, family)
+            for advice in diagnose_answers(result.metrics, shown_answers).values():
+                log.warning(f"{name}: {advice}")
             rows = None if config.data.max_samples else dataset.rows
             for level, note in unusual(name, config.val.n, rows) if name in config.eval.suites else ():
                 log.log(level, note)

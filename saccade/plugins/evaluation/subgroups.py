@@ -31,6 +31,7 @@ UNKNOWN = "unknown"  # rows without a value; never taken for the best group
 Counts = tuple[int, int, int, int]  # found and gold, found only, gold only, neither
 MEASURES = ("precision", "recall", "specificity", "F1", "accuracy", "balanced")
 WHOLE = "all"
+FEW = 10  # items below which the mean of a group says little
 
 
 def subgroup_tables(
@@ -95,8 +96,11 @@ def _group_table(name: str, by: str, items: Sequence[Item], labels: bool, *, exp
     means = [_mean(own) for group, own in groups.items() if group != UNKNOWN]
     note = f"Largest gap {max(means) - min(means):.3f}, standard deviation over groups {np.std(means):.3f}."
     if not explained:
-        note = f"The gap is that to the best group, with its interval; one that leaves out 0 is hardly chance. {note}"
+        by_chance = "of few groups, one that leaves out 0 is hardly chance"
+        note = f"The gap is that to the best group, with its interval; {by_chance}. {note}"
     note = note if len(means) > 1 else ""
+    if small := sum(len(own) < FEW for own in groups.values()):
+        note += f" {small} of {len(groups)} groups have less than {FEW} items: what they show may be chance."
     heads = (column, "items", "accuracy", "gap", *(["F1"] if labels else []))
     return Table(title=f"{name} by {column}", columns=heads, rows=rows, note=note)
 
