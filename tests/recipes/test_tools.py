@@ -124,9 +124,11 @@ def test_one_evaluation_gives_every_limit_of_turns(config, tmp_path, scenes):
     assert max(len(episode["turns"]) for episode in drawn["episodes"]["items"]) > 1
 
 
-def test_suites(config, tmp_path, image):
+def test_suites(config, tmp_path, image, capsys):
     names = ["vstar", "visualprobe_hard", "hrbench4k"]
-    public = {"eval.suites": names, "eval.folder": str(write_all(tmp_path, image))}
+    [rows] = (folder := write_all(tmp_path, image, names)).glob("**/vstar*/*.jsonl")
+    rows.write_text(rows.read_text().replace('"label": "B"', '"label": "3"'))
+    public = {"eval.suites": names, "eval.folder": str(folder)}
     own = {"val.n": 2, "val.temperature": 1.0, "data.max_pixels": 12544, "data.format": "qa"}
     found = evaluate.run(config | own | public, out=tmp_path / "eval")
     assert list(found) == names
@@ -137,3 +139,6 @@ def test_suites(config, tmp_path, image):
     asked = next(row for row in rows if row["set"] == "vstar")
     assert "(A) rubber\n(B) cotton" in asked["prompt"] and "letter" not in asked["prompt"]
     assert {row["data_source"] for row in rows} == set(names)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "choice cannot read these golds, such as '3'" in said  # no reason to stop
+    assert "have no answer that can be read" in said
