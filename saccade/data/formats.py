@@ -29,7 +29,6 @@ from saccade.types import Media, Message, Sample
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SURROGATE = re.compile("[\ud800-\udfff]")
 NUMBERS = {int, float, bool, type(None)}
-SHOWN = 30  # columns that a message lists at most
 # Opens (source, **options): `kind` unless it is an image, and the row's options for it.
 OpenImage = Callable[..., Media]
 
@@ -106,7 +105,7 @@ def columns_of(format: Format, keys: Mapping[str, str]) -> dict[str, tuple[str, 
 
 def detect(columns: Collection[str], config: DataConfig, name: str = "data") -> Format:
     """The format of rows with these columns, or the one that the config names."""
-    listed = ", ".join(sorted(columns)[:SHOWN]) + " …" * (len(columns) > SHOWN)
+    listed = ", ".join(sorted(columns)[:30]) + " …" * (len(columns) > 30)
     for role, column in config.keys.items():
         if role not in ROLES:
             raise ConfigError(f"data.keys.{role}: unknown role; roles are {', '.join(ROLES)}")
