@@ -78,11 +78,8 @@ def test_two_ranks_train_and_hand_their_weights_over(layout, tmp_path, rl_config
 def test_rollouts_run_ahead_of_training(replicas, keep, tmp_path, rl_config, monkeypatch):
     """In a process of its own vLLM goes on while the trainer trains, and with its keys when weights change."""
     watched = Watched(monkeypatch)
-    rl.run(
-        rl_config(tmp_path, **LONG, rollout__replicas=replicas, rollout__at_update="keep_keys" if keep else "interrupt")
-        | ENGINE
-        | STABLE
-    )
+    kept = {"rollout__at_update": "keep_keys"} if keep else {}
+    rl.run(rl_config(tmp_path, **LONG, rollout__replicas=replicas, **kept) | ENGINE | STABLE)
     assert watched.require_sound() == AHEAD and watched.slept == 0
     assert any(watched.under_way.values()) == (replicas > 0)
     assert any(watched.handed_over.values()) == keep

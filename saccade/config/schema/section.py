@@ -129,12 +129,12 @@ def given_options(part: Section, prefix: str = "") -> Iterator[tuple[str, Any, A
 
 
 def without_effect(part: Section, prefix: str, scope: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a message for each option that was set although its conditions do not hold. Setting False or a choice that
-    is the default is no problem.
+    """Yields a message for each option that was set although its conditions do not hold. Setting False where that is
+    the default is no problem.
     """
     for name, field, value in given_options(part, prefix):
         for condition in extra(field).get("when", ()):
-            off = value == field.default and (value is False or isinstance(value, str))
+            off = value is False and field.default is False
             if value is not None and not off and not condition.holds(scope):
                 needed = condition.words or condition.test
                 yield f"{name}: has no effect without {needed}; remove it, or use {condition.remedy.format(**scope)}"
