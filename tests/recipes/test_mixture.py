@@ -79,7 +79,7 @@ def test_learning_from_rows_evens_out_the_experts(command, config, tmp_path, num
         ("google/paligemma2-3b-mix-448", None, "paligemma"),
         ("moonshotai/Kimi-K2.5", None, "kimi_k25"),
         ("models/gemma-3-270m", None, "llama"),
-        ("here", {"model_type": "fuyu", "vision_config": {}}, "qwen2_5_vl"),
+        ("here", {"model_type": "florence2", "vision_config": {}}, "qwen2_5_vl"),
         ("here", {"model_type": "qwen3_omni_moe", "thinker_config": {}}, "qwen3_omni_moe_thinker"),
     ],
 )
@@ -92,9 +92,9 @@ def test_a_smoke_test_takes_a_tiny_model_of_the_same_kind(path, described, tiny,
 
 def test_a_smoke_test_says_what_stands_in_and_refuses_what_a_run_refuses(tmp_path, rows):
     options = ["sft", f"model.path={tmp_path}", f"data.train={rows}", f"run.out={tmp_path}", "--smoke", "--dry-run"]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "fuyu", "vision_config": {}}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "florence2", "vision_config": {}}))
     said = CliRunner().invoke(app, options).stdout
-    assert f"tiny:qwen2_5_vl stands in for model.path: {tmp_path}, for there is no tiny model of type fuyu\n" in said
+    assert f"tiny:qwen2_5_vl stands in for model.path: {tmp_path}, for there is no tiny model of type florence2\n" in said
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "num_heads": 8}))
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 3 and "'t5' has no attention heads" in result.stderr.replace("\n", " ")
