@@ -43,9 +43,9 @@ CPU**, two runs side by side; with `--tiny` it shows that it runs.
 Greedy accuracy on {items:,} new scenes; ± is half of the 95 % interval over seeds (Student). All seeds have the same
 questions to learn from and to be measured on. Differences from the cold start and from GRPO are paired by seed; p is
 Student's test of those from GRPO, corrected for {comparisons} comparisons (Holm), and below {level} a difference is
-called one. Seconds for a point: seconds of training on one core after the first step, without validations, divided by
-the points gained; means over seeds, without an interval. Dynamic sampling (`dapo`) draws more for a step: it counts as
-it was at the last validation within these rollouts, which is made every second step.
+called one. Seconds for a point: seconds of training on one core after the first step, without validations, of the
+fastest seed (other work shared the cores), divided by the points gained on average. Dynamic sampling (`dapo`) draws
+more for a step: it counts as it was at the last validation within these rollouts, which is made every second step.
 
 ## Trials
 
@@ -131,7 +131,7 @@ def _minus(values: Mapping[int, float], others: Mapping[int, float]) -> dict[int
 
 def _point(by_seed: Mapping[int, Reached], gain: Mapping[int, float]) -> str:
     points = np.mean([*gain.values()])
-    return f"{np.mean([one.seconds for one in by_seed.values()]) / points:.2f}" if points > 0 else "-"
+    return f"{min(one.seconds for one in by_seed.values()) / points:.2f}" if points > 0 else "-"
 
 
 def start_of(found: Mapping[str, Found]) -> dict[int, float]:
