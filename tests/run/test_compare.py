@@ -105,6 +105,9 @@ def test_pairs_and_what_cannot_be_compared(tmp_path, folders):
         compare(folders[0], others)
     with pytest.raises(ConfigError, match=rf"no evaluation: it has no samples\.jsonl; give one such as {folders[0]}"):
         compare(folders[0], tmp_path)
+    (tmp_path / "run" / "checkpoints" / "step-2").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"saccade eval \S+/run/config\.yaml model\.path=\S+/checkpoints/step-2"):
+        compare(tmp_path / "run", folders[0])
     (folders[0] / "manifest.json").write_text('{"sets": [{"name": "geo"}, {"name": "more"}]}')  # broken off before more
     assert compare(*folders)[1][0] == f"{folders[0]}: not finished: there are no results of geo, more yet."
     with pytest.raises(EnvironmentProblem, match="use --out FILE where"):

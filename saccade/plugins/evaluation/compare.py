@@ -24,7 +24,7 @@ from saccade.plugins.reports.episodes import MOST_BYTES, shortened, thumbnail
 from saccade.plugins.reports.eval_report import read_facts, read_results, unfinished, what_answered
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table, write_report
 from saccade.plugins.reports.trajectories import IMAGES
-from saccade.run.folder import RESULTS, TRAJECTORIES
+from saccade.run.folder import CHOSEN, RESULTS, TRAJECTORIES
 from saccade.run.metrics import RIGHT, WRONG
 from saccade.run.statistics import mean_interval
 from saccade.system.disk import require_writable
@@ -128,6 +128,8 @@ def evaluated(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
     if absent := [name for name in (path.name, RESULTS) if not (folder / name).is_file()]:
         inside = min(folder.glob(f"*/{RESULTS}"), default=folder / RESULTS).parent
         wanted = f"give one such as {inside}" if inside != folder else "name folders that `saccade eval` wrote"
+        if saved := max(folder.glob("checkpoints/step-*"), key=lambda path: path.stat().st_mtime, default=None):
+            wanted = f"evaluate the run: saccade eval {folder / CHOSEN} model.path={saved}"
         raise ConfigError(f"{folder} is no evaluation: it has no {absent[0]}; {wanted}")
     rows: dict[tuple[str, str], list[Row]] = {}
     for number, row in enumerate(read_lines(path), 1):
