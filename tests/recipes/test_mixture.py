@@ -94,7 +94,9 @@ def test_a_smoke_test_says_what_stands_in_and_refuses_what_a_run_refuses(tmp_pat
     options = ["sft", f"model.path={tmp_path}", f"data.train={rows}", f"run.out={tmp_path}", "--smoke", "--dry-run"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "florence2", "vision_config": {}}))
     said = CliRunner().invoke(app, options).stdout
-    assert f"tiny:qwen2_5_vl stands in for model.path: {tmp_path}, for there is no tiny model of type florence2\n" in said
+    assert (
+        f"tiny:qwen2_5_vl stands in for model.path: {tmp_path}, for there is no tiny model of type florence2\n" in said
+    )
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5", "num_heads": 8}))
     result = CliRunner().invoke(app, options)
     assert result.exit_code == 3 and "'t5' has no attention heads" in result.stderr.replace("\n", " ")
