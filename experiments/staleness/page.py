@@ -8,11 +8,10 @@ import numpy as np
 from experiments.pages import Found, chance, corrected, cost, ends, gain, mean_of, picture, read, table
 from experiments.systems.page import LEARNED, SCORE, SMOOTH, differences, mean_over_steps, start_of
 
-AGES = (1, 4, 8, 16)
+AGES = (1, 4, 16)
 FIRST, PLAIN = "now", "_unweighed"
-LEVEL = 0.05
 ABOUT = {
-    FIRST: "0, the engine inside the trainer",
+    FIRST: "0",
     **{f"age_{k}{plain}": f"{k}{', unweighed' if plain else ''}" for k in AGES for plain in ("", PLAIN)},
 }
 PAGE = """# How old may tokens be?
@@ -24,8 +23,8 @@ rollout.at_update=drain` makes every token exactly k steps old (in the first k s
 scheduling alone does not: with `at_update=interrupt` tokens of this task are less than one step old on average,
 whatever k is. The task, its sizes and the cold starts are those of [experiments/systems](../systems/RESULTS.md):
 {steps} GRPO steps of 32 questions with 8 rollouts each. Tokens are weighed by truncated importance (`tis.token`, the
-default), or not (`algorithm.correct=[]`). `OMP_NUM_THREADS=1 python experiments/staleness/run.py` repeats everything
-**on a CPU**.
+default), or not (`algorithm.correct=[]`). Age 0 is the engine inside the trainer. `OMP_NUM_THREADS=1 python
+experiments/staleness/run.py` repeats everything **on a CPU**.
 
 {arms}
 
@@ -36,7 +35,7 @@ seeds. *Effective*: the least effective sample size of a step.
 
 ![Right rollouts in training]({images}/staleness.svg)
 
-*Rollouts of training that are right, means of {smooth} steps, with 95 % intervals over seeds.*
+*Rollouts of training that are right by age, means of {smooth} steps, with 95 % intervals over seeds.*
 
 ## Cost
 
@@ -56,9 +55,8 @@ def write_page(results: Path, path: Path, images: Path) -> None:
     first = found.get(FIRST, {})
     apart = {arm: differences(runs, first) for arm, runs in found.items() if arm != FIRST}
     chances = corrected({arm: chance(gains) for arm, gains in apart.items()})
-    (images / "staleness.svg").write_text(
-        picture({ABOUT[arm]: runs for arm, runs in found.items()}, LEARNED, "steps", SMOOTH)
-    )
+    drawn = {ABOUT[arm]: runs for arm, runs in found.items() if arm != f"age_1{PLAIN}"}  # one colour each
+    (images / "staleness.svg").write_text(picture(drawn, LEARNED, "steps", SMOOTH))
     head = ["age in steps", "seeds", "held-out, %", "difference", "p", "worst, %", "mean age", "effective, %"]
     text = PAGE.format(
         summary=summary(found, first, chances),
@@ -92,8 +90,8 @@ def row(arm: str, runs: Found, first: Found, chances: Mapping[str, float]) -> li
 def summary(found: Mapping[str, Found], first: Found, chances: Mapping[str, float]) -> str:
     """The findings in one paragraph, with numbers."""
     score = ends(first, SCORE)
-    said = "; ".join(f"{ABOUT[arm]}: {gain(ends(runs, SCORE), score)}{'*' * (chances[arm] < LEVEL)}"
+    said = "; ".join(f"{ABOUT[arm]}: {gain(ends(runs, SCORE), score)} (p {chances[arm]:.2g})"
                      for arm, runs in found.items() if arm != FIRST)  # fmt: skip
     learned = f"held-out accuracy {mean_of(start_of(first))} → {mean_of(score)} %"
     return (f"On a CPU, {len(first)} seeds: {learned} with tokens of the policy that is trained; with older ones, by "
-            f"age in steps, in points: {said} (*: beyond chance).")  # fmt: skip
+            f"age in steps, in points: {said}.")  # fmt: skip
