@@ -87,7 +87,7 @@ RL, the best of the reward model (`rm`) for both:
 
 One tiny model, one task and short answers; all seeds have one cold start and one set of pairs. A reward model as small
 as the policy and pairs from one round of answers: larger reward models, fresh pairs while RL goes on, or ensembles may
-hold longer. The learning rate was chosen with the rule.
+hold longer. The learning rate was chosen with the rule. {missing}
 """
 
 
@@ -162,6 +162,7 @@ def write_page(results: Path, path: Path, images: Path) -> None:
         "best, %",
         "learned reward: first → at the best → last",
     ]
+    missing = [about.about for arm, about in ARMS.items() if arm not in arms]
     judges = {arm: found[arm] for arm in JUDGES if arm in found}
     firsts = {arm: runs[min(runs)] for arm, runs in {"base": found.get("base", {}), **arms}.items() if runs}
     validated = [step for runs in arms.values() for run in runs.values() for step, _, _ in run["curves"][TRUE] if step]
@@ -189,6 +190,7 @@ def write_page(results: Path, path: Path, images: Path) -> None:
         ]),
         cost=cost(found),
         trial_cost=cost(trials),
+        missing=f"Not run: {', '.join(missing)}." if missing else "",
     )  # fmt: skip
     path.write_text(text, encoding="utf-8")
 
