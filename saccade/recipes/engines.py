@@ -85,7 +85,8 @@ def _limits(config: Config) -> list[Limits]:
 
 def require_capabilities(rollout: RolloutConfig, engine: Engine) -> None:
     """Refuse what the engine cannot do. Truncated sampling: it must return the kept ids, which training reads.
-    `rollout.at_update`: its KV cache must be usable after an update, in memory that the trainer does not take.
+    `rollout.at_update`: sequences that outlast the rollout phase need memory that the trainer does not take, and to
+    keep their keys a KV cache that is usable after an update.
     """
     can = engine.capabilities()
     if (rollout.top_p < 1 or rollout.top_k > 0) and not can.support:

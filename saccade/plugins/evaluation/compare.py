@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -129,7 +130,7 @@ def evaluated(folder: Path) -> dict[tuple[str, str], tuple[list[Row], float]]:
         inside = min(folder.glob(f"*/{RESULTS}"), default=folder / RESULTS).parent
         wanted = f"give one such as {inside}" if inside != folder else "name folders that `saccade eval` wrote"
         if saved := max(folder.glob("checkpoints/step-*"), key=lambda path: path.stat().st_mtime, default=None):
-            wanted = f"evaluate the run: saccade eval {folder / CHOSEN} model.path={saved}"
+            wanted = f"evaluate the run: saccade eval {quote(str(folder / CHOSEN))} {quote(f'model.path={saved}')}"
         raise ConfigError(f"{folder} is no evaluation: it has no {absent[0]}; {wanted}")
     rows: dict[tuple[str, str], list[Row]] = {}
     for number, row in enumerate(read_lines(path), 1):
