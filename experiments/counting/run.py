@@ -35,7 +35,7 @@ ARMS = {
     "worked": ("sft", ["common.yaml", "sft.yaml"], "worked"),
 }
 # Trials: each arm with these learning rates, this number of questions, and other questions and items than the runs.
-RATES, TRIAL_SIZE, TRIAL_SEED = ("3e-6", "1e-5", "3e-5", "1e-4"), 1000, 100
+RATES, TRIAL_SIZE, TRIAL_SEED = ("1e-5", "3e-5", "1e-4"), 1000, 100
 
 
 def draw(rows: Path, split: str, seeds: Sequence[int], most: int, items: int, workers: int) -> list[dict[str, str]]:
