@@ -2,7 +2,7 @@
 Does not interpret results; pages.py reads the JSONs.
 
     jobs = [Job(arm="grpo", seed=0, command="rl", options=("rl.yaml", "train.lr=1e-5"), after="cold")]
-    run_all(jobs, Path("runs/language"), at_once=4, until=time.time() + 600)
+    run_all(jobs, Path("runs/language"), Path("results"), at_once=4, until=time.time() + 600)
 
     args = command_line(__doc__, "language").parse_args()     # --out, --seeds, --arms, --dev, --tiny, --rehearse …
     options_of(HERE, args, ["rl.yaml"], {"model.path": model, "data.val": sets}, "train.lr=1e-5")  # of a Job
@@ -63,13 +63,15 @@ class Job:
 
 
 def run_all(
-    jobs: Sequence[Job], out: Path, *, at_once: int = 1, until: float = math.inf, commit: str = ""
+    jobs: Sequence[Job], out: Path, stored: Path, *, at_once: int = 1, until: float = math.inf, commit: str = ""
 ) -> list[str]:
-    """Run every job without OUT/results/NAME.json, parents first; returns the names of those that failed. With
-    `at_once` 0 they run in this process. Jobs still running at time `until` are killed; the next call restarts them.
+    """Run every job without OUT/results/NAME.json, parents first; returns the names of those that failed. Each JSON is
+    copied to `stored` when its run ends. With `at_once` 0 they run in this process. Jobs still running at time `until`
+    are killed; the next call restarts them.
     """
     results = out / "results"
-    results.mkdir(parents=True, exist_ok=True)
+    for folder in (results, stored):
+        folder.mkdir(parents=True, exist_ok=True)
     named = {job.name: job for job in jobs}
     waiting = {name: job for name, job in named.items() if not (results / f"{name}.json").exists()}
     for job in [*waiting.values()]:  # a parent with a result but without a checkpoint runs again
@@ -77,11 +79,17 @@ def run_all(
             waiting = {job.name: job} | waiting
     about = {"commit": commit or revision() or "unknown", "device": of_gpu("name") or "CPU", "at_once": max(1, at_once)}
     with shared_gpu(at_once) if waiting else nullcontext():
-        return _run(named, waiting, out, at_once, until, about)
+        return _run(named, waiting, out, stored, at_once, until, about)
 
 
 def _run(
-    named: Mapping[str, Job], waiting: dict[str, Job], out: Path, at_once: int, until: float, about: Mapping[str, Any]
+    named: Mapping[str, Job],
+    waiting: dict[str, Job],
+    out: Path,
+    stored: Path,
+    at_once: int,
+    until: float,
+    about: Mapping[str, Any],
 ) -> list[str]:
     results, failed = out / "results", list[str]()
     running: dict[str, tuple[subprocess.Popen[bytes], float]] = {}
@@ -112,6 +120,7 @@ def _run(
             if found:
                 found = {**about, "began": round(began, 1), "seconds": round(took, 1)} | found
                 (results / f"{name}.json").write_text(json.dumps(found) + "\n")
+                shutil.copy(results / f"{name}.json", stored)
                 needed = any(job.after == named[name].arm for job in named.values())
                 for path in out.glob(f"{name}/checkpoints/*{'/state' if needed else ''}"):
                     shutil.rmtree(path)
@@ -330,8 +339,7 @@ def carry_out(jobs: Sequence[Job], args: argparse.Namespace, here: Path, write_p
             if not (runs / "results" / path.name).exists():
                 shutil.copy(path, runs / "results")
         at_once = 0 if args.tiny else args.at_once
-        failed = run_all(jobs, runs, at_once=at_once, until=args.until, commit=args.commit)
-        shutil.copytree(runs / "results", stored, dirs_exist_ok=True)
+        failed = run_all(jobs, runs, stored, at_once=at_once, until=args.until, commit=args.commit)
     if not any(results.glob("*.json")):  # a page of trials alone is none of the experiment's
         if args.page:
             sys.exit(f"{results} holds no results yet; leave --page out")

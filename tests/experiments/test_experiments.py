@@ -58,9 +58,9 @@ def test_sizes_stand_as_far_apart_as_their_logarithms() -> None:
 def test_a_failed_run_is_named_and_takes_those_after_it_along(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     first = Job(arm="first", seed=0, command="sft", options=("train.lrr=1",))
     jobs = [Job(arm="later", seed=0, command="rl", options=(), after="first"), first]
-    assert run_all(jobs, tmp_path, until=0) == ["first-0", "later-0"]
+    assert run_all(jobs, tmp_path, tmp_path / "stored", until=0) == ["first-0", "later-0"]
     assert "first-0: cut off" in capsys.readouterr().out
-    assert run_all(jobs, tmp_path, at_once=2) == ["first-0", "later-0"]
+    assert run_all(jobs, tmp_path, tmp_path / "stored", at_once=2) == ["first-0", "later-0"]
     assert "train.lr" in capsys.readouterr().out and not [*tmp_path.glob("results/*")]
 
 
