@@ -10,7 +10,7 @@ from experiments.pages import Found, by_size, cost, gain, mean_of, picture, read
 from experiments.scenes import SPLITS
 
 ARMS = {"rl": "RL", "answers": "SFT on answers", "worked": "SFT on worked answers"}
-NEW = [name for name in SPLITS if name != "same"]
+LOOKS = {name: look.about for name, look in SPLITS.items()}  # of the test pictures
 PAGE = """# RL against SFT on the same questions
 
 {summary}
@@ -73,28 +73,37 @@ without a mistake, which costs more than answers wherever people have to write t
 """
 
 
-def write_page(results: Path, page: Path, images: Path) -> None:
-    found, trials = read(results), read(results / "dev")
-    sizes = sorted({int(arm.rpartition("_")[2]) for arm in found if arm != "base"})
+def write_page(
+    results: Path,
+    page: Path,
+    images: Path,
+    *,
+    name: str = "counting",
+    text: str = PAGE,
+    looks: Mapping[str, str] = LOOKS,
+) -> None:
+    """`looks`: test set → what its pictures show, `same` first; `name`: of the pictures of this page."""
+    found, trials, new = read(results), read(results / "dev"), [look for look in looks if look != "same"]
+    sizes = sorted({int(arm.rpartition("_")[2]) for arm in found if "_" in arm})
     largest = sizes[-1] if sizes else 0
-    start = next(iter(found.get("base", {}).values()), None)
-    for name, looks in (("same", ["same"]), ("new", NEW)):
-        arms = {ARMS[arm]: {n: mean_over(found.get(f"{arm}_{n}", {}), looks) for n in sizes} for arm in ARMS}
-        (images / f"counting-{name}.svg").write_text(by_size(arms, "training questions"))
+    for part, asked in (("same", ["same"]), ("new", new)):
+        arms = {ARMS[arm]: {n: mean_over(found.get(f"{arm}_{n}", {}), asked) for n in sizes} for arm in ARMS}
+        (images / f"{name}-{part}.svg").write_text(by_size(arms, "training questions"))
     curves = {label: found.get(f"{arm}_{largest}", {}) for arm, label in ARMS.items()}
-    (images / "counting-seconds.svg").write_text(picture(curves, "val/same/accuracy", "seconds", smooth=1))
-    runs = [run for arm, seeds in found.items() if arm != "base" for run in seeds.values()]
-    text = PAGE.format(
-        summary=summary(found, largest),
-        items=max(
-            (run["curves"]["val/same/items"][-1][2] for seeds in found.values() for run in seeds.values()), default=0
-        ),
+    (images / f"{name}-seconds.svg").write_text(picture(curves, "val/same/accuracy", "seconds", smooth=1))
+    runs = [run for arm, seeds in found.items() if "_" in arm for run in seeds.values()]
+    text = text.format(
+        summary=summary(found, largest, new),
+        items=max((run["curves"]["val/same/items"][-1][2] for run in runs), default=0),
         seconds=f"{np.median([run['seconds'] for run in runs]):.0f}" if runs else "no",
         largest=f"{largest:,}",
-        accuracy=accuracies(found, sizes, start),
-        kinds="; ".join(f"*{name}*: {look.about}" for name, look in SPLITS.items()) + ".",
-        differences=differences(found, sizes),
-        trials=table(["trial", "like training", "others", "steps"], [trial(*one) for one in trials.items()]),
+        accuracy=accuracies(found, sizes, [*looks]),
+        kinds="; ".join(f"*{look}*: {about}" for look, about in looks.items()) + ".",
+        differences=differences(found, sizes, new),
+        trials=table(
+            ["trial", "like training", "others", "steps"],
+            [trial(arm, runs, new) for arm, runs in trials.items() if arm != "cold"],
+        ),
         cost=cost(found),
         trial_cost=cost(trials),
         images="../../docs/images",
@@ -112,38 +121,43 @@ def mean_over(runs: Found, looks: list[str]) -> dict[int, float]:
     return {seed: float(np.mean([best(run, look) for look in looks])) for seed, run in runs.items()}
 
 
-def accuracies(found: Mapping[str, Found], sizes: list[int], start: Mapping[str, Any] | None) -> str:
-    rows = [["as it is", "", "", *(f"{100 * best(start, look):.1f}" for look in SPLITS), "", ""]] if start else []
+def accuracies(found: Mapping[str, Found], sizes: list[int], looks: list[str]) -> str:
+    base = found.get("base", {})
+    rows = (
+        [["as it is", "", str(len(base)), *(mean_of(mean_over(base, [look])) for look in looks), "", ""]]
+        if base
+        else []
+    )
     for size in sizes:
         for arm, label in ARMS.items():
             runs = found.get(f"{arm}_{size}", {})
-            cells = [mean_of(mean_over(runs, [look])) for look in SPLITS]
+            cells = [mean_of(mean_over(runs, [look])) for look in looks]
             made = [
                 mean_of({seed: run[name] for seed, run in runs.items()}, 1, digits=0) for name in ("steps", "rollouts")
             ]
             rows.append([label, f"{size:,}", str(len(runs)), *cells, *made])
-    return table(["arm", "questions", "seeds", *(f"{look}, %" for look in SPLITS), "steps", "rollouts"], rows)
+    return table(["arm", "questions", "seeds", *(f"{look}, %" for look in looks), "steps", "rollouts"], rows)
 
 
-def differences(found: Mapping[str, Found], sizes: list[int]) -> str:
+def differences(found: Mapping[str, Found], sizes: list[int], new: list[str]) -> str:
     rows = []
     for size in sizes:
         rl, *others = (found.get(f"{arm}_{size}", {}) for arm in ARMS)
         for label, runs in zip([*ARMS.values()][1:], others, strict=True):
-            cells = [gain(mean_over(rl, looks), mean_over(runs, looks)) for looks in (["same"], NEW)]
+            cells = [gain(mean_over(rl, looks), mean_over(runs, looks)) for looks in (["same"], new)]
             rows.append([f"{size:,}", label, *cells])
     return table(["questions", "RL minus", "like training", "other kinds"], rows)
 
 
-def trial(arm: str, runs: Found) -> list[str]:
+def trial(arm: str, runs: Found, new: list[str]) -> list[str]:
     steps = "/".join(str(run["steps"]) for run in runs.values())
-    return [f"`{arm}`", mean_of(mean_over(runs, ["same"])), mean_of(mean_over(runs, NEW)), steps]
+    return [f"`{arm}`", mean_of(mean_over(runs, ["same"])), mean_of(mean_over(runs, new)), steps]
 
 
-def summary(found: Mapping[str, Found], size: int) -> str:
+def summary(found: Mapping[str, Found], size: int, new: list[str]) -> str:
     """The findings in one paragraph, with numbers."""
     said = [
-        f"{label} {mean_of(mean_over(runs, ['same']))} % like training and {mean_of(mean_over(runs, NEW))} % elsewhere"
+        f"{label} {mean_of(mean_over(runs, ['same']))} % like training and {mean_of(mean_over(runs, new))} % elsewhere"
         for arm, label in ARMS.items()
         if (runs := found.get(f"{arm}_{size}"))
     ]

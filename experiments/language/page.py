@@ -78,7 +78,10 @@ def write_page(results: Path, path: Path, images: Path, seconds: int) -> None:
         seconds=seconds,
         gsm8k=gsm8k(arms),
         sums=levels(found.get("sums_base", {}), found.get("sums_grpo", {})),
-        trials=table(["trial", "GSM8K, greedy", "sums, greedy", "pass@1 of eight", "steps"], [trial(arm, runs) for arm, runs in trials.items()]),
+        trials=table(
+            ["trial", "GSM8K, greedy", "sums, greedy", "pass@1 of eight", "steps"],
+            [trial(arm, runs) for arm, runs in trials.items()],
+        ),
         cost=cost(found),
         trial_cost=cost(trials),
         images="../../docs/images",
