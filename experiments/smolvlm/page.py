@@ -56,16 +56,20 @@ def write_page(results: Path, page: Path, images: Path) -> None:
     chosen = table(["trial", "what learned", "steps", "loss of the last"], trials) if trials else "None were stored."
     mean = f"{100 * sum(right) / len(right):.0f} %" if right else "-"
     without = f", {100 * sum(blind) / len(blind):.0f} % without the picture" if blind else ""
+    read_words = tables.get("words", {}).get("read")
+    reads_none = " It reads no words." if read_words and read_words["accuracy"] < 0.02 else ""
     page.write_text(
-        f"""# A small real model that reads pictures
+        f"""# A small real model behind a new vision tower
 
 SmolLM2-135M-Instruct behind a vision tower that began with random weights (15 M parameters) answers {mean} of the
-questions about new pictures{without} (mean over {len(right)} kinds of questions; one model).
+questions about new pictures{without} (mean over {len(right)} kinds of questions; one model).{reads_none}
 
 {table(["set", "asked", "items", "right, %", "without the picture, %"], rows)}
 
 Greedy answers, compared word by word; 95 % intervals over items (Wilson). It is one model: nothing is said about other
-seeds. Two of the 81 words of the set `words` are on no training picture either.
+seeds. Without the picture it does not answer in the form that it was taught, so that column is no guess: half of "is
+there" and a third of "more, fewer, as many" are right by chance. Two of the 81 words of the set `words` are on no
+training picture either.
 
 ## Training
 

