@@ -18,7 +18,7 @@ ARMS = {
     "mixed": "RL in text and with pictures, mixed",
     "both": "RL in text, then with pictures",
 }
-SETS = [(group, form) for form in FORMS for group in GROUPS]
+SETS = [(group, form) for form in FORMS for group in ("seen", "held", "far")]
 SAID = {"seen": "kinds seen", "held": "kinds held out", "far": "diagrams"}
 ASKED = {
     ("solids", "all"): "how many objects", ("solids", "count"): "how many of a colour or shape",
@@ -28,6 +28,7 @@ ASKED = {
     ("charts", "value"): "a value", ("diagrams", "next"): "where an arrow leads",
     ("diagrams", "exist"): "is there an arrow", ("diagrams", "count"): "how many boxes or arrows",
 }  # fmt: skip
+KINDS = {group: ", ".join(ASKED[one] for one in asked) for group, asked in GROUPS.items()}
 PAGE = """# Text first, then pictures
 
 {summary}
@@ -90,29 +91,33 @@ pictures gain less, that may be seeing, not reasoning.
 """
 
 
-def write_page(results: Path, page: Path, images: Path) -> None:
+def write_page(
+    results: Path,
+    page: Path,
+    images: Path,
+    *,
+    name: str = "foundation",
+    text: str = PAGE,
+    said: Mapping[str, str] = SAID,
+    kinds: Mapping[str, str] = KINDS,
+    half: int = HALF,
+) -> None:
+    """Group of questions → what the tables call it (`said`), which these are (`kinds`); `half`: steps of stage one."""
     found, trials = read(results), read(results / "dev")
     arms = {arm: found[arm] for arm in ARMS if arm in found}
-    (images / "foundation-pictures.svg").write_text(
-        picture(
-            {ARMS[arm]: runs for arm, runs in (("pictures", arms.get("pictures", {})), ("both", later(arms)))},
-            "reward/accuracy",
-            "steps",
-        )
-    )
-    (images / "foundation-text.svg").write_text(
-        picture({ARMS["text"]: arms.get("text", {})}, "reward/accuracy", "steps")
-    )
+    shown = {ARMS["pictures"]: arms.get("pictures", {}), ARMS["both"]: later(arms, half)}
+    for form, curves in (("pictures", shown), ("text", {ARMS["text"]: arms.get("text", {})})):
+        (images / f"{name}-{form}.svg").write_text(picture(curves, "reward/accuracy", "steps"))
+    head = [f"{form}: {said[group]}" for group, form in SETS]
     whole = [run["rollouts"] for arm in ("text", "pictures") for run in arms.get(arm, {}).values()]
     items = [run["curves"]["val/seen_text/items"][-1][2] for runs in arms.values() for run in runs.values()]
-    kinds = {group: ", ".join(ASKED[one] for one in asked) for group, asked in GROUPS.items()}
-    text = PAGE.format(
+    text = text.format(
         summary=summary(arms),
         items=max(items, default=0),
         rollouts=f"{max(whole, default=0):,}",
-        accuracy=accuracies(arms),
-        gains=compared(arms, "cold", ("foundation", "text", "pictures", "mixed", "both")),
-        against=compared(arms, "pictures", ("text", "mixed", "both")),
+        accuracy=accuracies(arms, head),
+        gains=compared(arms, head, "cold", ("foundation", "text", "pictures", "mixed", "both")),
+        against=compared(arms, head, "pictures", ("text", "mixed", "both")),
         trials=table(["trial", "text", "pictures", "steps"], [trial(*one) for one in trials.items()]),
         cost=cost(found),
         trial_cost=cost(trials),
@@ -122,11 +127,11 @@ def write_page(results: Path, page: Path, images: Path) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def later(arms: Mapping[str, Found]) -> Found:
+def later(arms: Mapping[str, Found], half: int) -> Found:
     """The second stage, with its steps shifted to follow those of the first."""
     return {
         seed: {
-            "curves": {name: [[step + HALF, *rest] for step, *rest in points] for name, points in run["curves"].items()}
+            "curves": {name: [[step + half, *rest] for step, *rest in points] for name, points in run["curves"].items()}
         }
         for seed, run in arms.get("both", {}).items()
     }
@@ -136,10 +141,7 @@ def right(runs: Found, group: str, form: str) -> dict[int, float]:
     return ends(runs, f"val/{group}_{form}/accuracy")
 
 
-HEAD = [f"{form}: {SAID[group]}" for group, form in SETS]
-
-
-def accuracies(arms: Mapping[str, Found]) -> str:
+def accuracies(arms: Mapping[str, Found], head: list[str]) -> str:
     rows = []
     for arm, runs in arms.items():
         cells = [mean_of(right(runs, *one)) for one in SETS]
@@ -147,16 +149,16 @@ def accuracies(arms: Mapping[str, Found]) -> str:
         before = [run["rollouts"] for run in arms.get("foundation", {}).values()] if arm == "both" else [0]
         made = np.mean([run["rollouts"] for run in runs.values()]) + np.mean(before or [0])
         rows.append([ARMS[arm], str(len(runs)), *cells, length, f"{made:,.0f}"])
-    return table(["arm", "seeds", *HEAD, "tokens", "rollouts"], rows)
+    return table(["arm", "seeds", *head, "tokens", "rollouts"], rows)
 
 
-def compared(arms: Mapping[str, Found], to: str, names: tuple[str, ...]) -> str:
+def compared(arms: Mapping[str, Found], head: list[str], to: str, names: tuple[str, ...]) -> str:
     rows = [
         [ARMS[arm], *(gain(right(arms[arm], *one), right(arms.get(to, {}), *one)) for one in SETS)]
         for arm in names
         if arm in arms
     ]
-    return table(["arm", *HEAD], rows)
+    return table(["arm", *head], rows)
 
 
 def trial(arm: str, runs: Found) -> list[str]:
