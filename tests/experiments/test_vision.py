@@ -15,6 +15,8 @@ from experiments.pages import read
 from experiments.rl_or_sft import run as rl_or_sft
 from experiments.rl_or_sft.pictures import rows_of
 from experiments.row_files import read_rows
+from experiments.text_first import run as text_first
+from experiments.text_first.rows import rows_of as text_rows
 from saccade.media.blob_file import encoded
 from saccade.plugins.quickstart.counting import MID_GREY, TRAINING_COLOURS
 from saccade.plugins.verifiers.response_shape import FORMATS
@@ -107,3 +109,18 @@ def test_foundation_runs_from_nothing_at_equal_rollouts(tmp_path: Path) -> None:
     for shown, said in zip(pictures, words, strict=True):
         assert shown["answer"] == said["answer"] and "images" not in said
         assert said["problem"] == shown["problem"].replace("<image>", f"{shown['facts']}\n")
+
+
+def test_text_first_asks_the_same_in_words_and_with_pictures(tmp_path: Path) -> None:
+    text_first.main(["--tiny", "--dev", "--out", str(tmp_path)])
+    found, page = read(tmp_path / "results" / "dev"), (tmp_path / "RESULTS.md").read_text()
+    assert found.keys() == {"cold", "text@2e-4", "pictures@2e-4"} and "| `text@2e-4` |" in page
+    words, shown = (text_rows("held", form, 12, seed=3) for form in FORMS)
+    for said, seen in zip(words, shown, strict=True):
+        listed, asked = said.messages[0].text.split(" how many ")
+        colour = asked.removesuffix(" objects?")
+        assert seen.messages[0].text == f"how many {asked}" and seen.answer == said.answer
+        assert int(said.answer) == listed.split().count(colour) > 0
+    assert {row.answer for row in text_rows("far", "text", 12, seed=3)} == {"7", "8", "9"}
+    steps = {arm: steps for arm, (_, steps, _) in text_first.ARMS.items()}
+    assert steps["foundation"] + steps["both"] == steps["text"] == steps["pictures"] == steps["mixed"]
