@@ -38,14 +38,14 @@ def apply_user_filter(groups: Sequence[Group], algorithm: Algorithm) -> tuple[li
     """The groups that the user's filter returns, in their original order, and how many it dropped."""
     assert algorithm.filter.function is not None
     function = find("filter.function", {}, algorithm.filter.function).function
-    wanted = {group.uid for group in function(list(groups))}
-    unknown = wanted - {group.uid for group in groups}
-    if unknown:
+    given = {id(group) for group in groups}
+    wanted = {id(group): group for group in function(list(groups))}
+    if unknown := sorted(wanted[one].uid for one in wanted.keys() - given):
         raise ConfigError(
             f"algorithm.filter.function={algorithm.filter.function} returned groups that it was "
-            f"not given ({sorted(unknown)[:3]}); return some of its argument"
+            f"not given ({unknown[:3]}); return some of its argument, unchanged"
         )
-    kept = [group for group in groups if group.uid in wanted]
+    kept = [group for group in groups if id(group) in wanted]
     return kept, Counter({"own": len(groups) - len(kept)})
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 from saccade.algorithms import select
@@ -27,7 +28,7 @@ from saccade.rollout.scoring import RewardStream, free_memory_for_rewards, parse
 from saccade.run.metrics import group_metrics
 from saccade.run.quarantine import Quarantine
 from saccade.trainer import Trainer
-from saccade.types import ALWAYS_EXCLUDED, Group, Metrics, Source
+from saccade.types import ALWAYS_EXCLUDED, Group, Metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +178,7 @@ def rollout_metrics(rollouts: Rollouts, sampler: Sampler, policy: Trainer, *, st
     for name, value in (found | (scorer.metrics() if scorer else {})).items():
         metrics.add(name, value)
     for trajectory in (t for group in rollouts.groups for t in group.trajectories if t.response_length):
-        ages = step - 1 - trajectory.versions[trajectory.sources == Source.POLICY]  # steps since each token was sampled
+        ages = step - 1 - trajectory.versions[trajectory.policy_mask]  # steps since each token was sampled
         metrics.add("data/staleness_mean", float(ages.sum()), len(ages))
         metrics.add_max("data/staleness_max", int(ages.max()))
     trajectories = [t for group in groups for t in group.trajectories]
@@ -206,8 +207,7 @@ def _unique(groups: Sequence[Group]) -> list[Group]:
     for group in groups:
         if group.uid in used:
             uid = next(u for n in count(2) if (u := f"{group.uid}@{n}") not in used)
-            members = tuple(replace(t, sample_id=uid) for t in group.trajectories)
-            group = replace(group, uid=uid, trajectories=members)
+            group = replace(group.each(partial(replace, sample_id=uid)), uid=uid)
         used.add(group.uid)
         result.append(group)
     return result

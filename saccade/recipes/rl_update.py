@@ -47,23 +47,25 @@ def update_models(
     """
     policy, critic, train = learners.policy, learners.critic, learners.train
     assert train.lr is not None, "the defaults of the command are filled in"
-    metrics, made, bad = Metrics(), progress.updates, progress.bad_updates
+    metrics, bad, taught = Metrics(), progress.bad_updates, False
     per_step = algorithm.updates_per_step * train.epochs_per_batch
     # It costs two forward passes: some forests of every tenth step are enough.
     first = [batch for batches in updates for batch in batches][: policy.dp_size]
     if step % 10 == 1 and any(batch.forest.support for batch in first):
         metrics.add("mismatch/kept_mass", _kept_mass(first, learners))
-    for batches in updates * train.epochs_per_batch:
-        live, share = _live(batches), lr_factor(made, learners.total, train, updates_per_step=per_step)
+    # Every update counts, also one that is skipped or not trained on: the schedule follows steps.
+    for made, batches in enumerate(updates * train.epochs_per_batch, start=progress.updates):
+        live = any(batch.scales is not None and bool(batch.scales.any()) for batch in batches)
+        share = lr_factor(made, learners.total, train, updates_per_step=per_step)
         if live and critic is not None:
             seen, lr = annotate.for_critic(batches), algorithm.critic.lr * share
             update = critic.train_step(seen, ValueLoss(algorithm.critic.clip), lr=lr)
             metrics.merge(update.metrics)
             bad = guard(update, seen, bad, train, learners.folder, step=step, who="critic")
+        moves = live and _teaches(batches, algorithm, learners)
+        taught |= moves
         if not live or algorithm.is_warming(step):
-            made += 1  # the policy is not trained, but its schedule advances
             continue
-        moves = _teaches(batches, algorithm, learners)
         batches = _select_tokens(batches, algorithm, learners, f"{learners.seed}/{made}")
         if learners.demonstrations is not None:
             batches += learners.demonstrations.batches()
@@ -75,13 +77,9 @@ def update_models(
             check_mismatch(update.metrics, algorithm, learners.parity_max)
         metrics.merge(update.metrics)
         bad = guard(update, batches, bad, train, learners.folder, step=step)
-        made += not update.skipped
-    # Updates that got no group count, too, so that the schedule follows steps.
-    made += per_step - len(updates) * train.epochs_per_batch
-    taught = any(_live(part) and _teaches(part, algorithm, learners) for part in updates)
     metrics.add("policy/empty_step", not taught)
     metrics.add("count/update_tokens", train.epochs_per_batch * sum(b.tokens for part in updates for b in part))
-    return replace(progress, updates=made, bad_updates=bad), metrics
+    return replace(progress, updates=progress.updates + per_step, bad_updates=bad), metrics
 
 
 def _kept_mass(batches: Sequence[Batch], learners: Learners) -> float:
@@ -92,10 +90,6 @@ def _kept_mass(batches: Sequence[Batch], learners: Learners) -> float:
         for forests in (batches, whole)
     )
     return float(np.exp(all_ids - kept).mean())
-
-
-def _live(batches: Sequence[Batch]) -> bool:
-    return any(batch.scales is not None and bool(batch.scales.any()) for batch in batches)
 
 
 def _teaches(batches: Sequence[Batch], algorithm: Algorithm, learners: Learners) -> bool:

@@ -19,12 +19,13 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,14 +112,14 @@ class Pool:
         if greedy:
             likeliest = replace(setup.sampling, temperature=0.0, top_p=1.0, top_k=-1, first=None, support=False)
             setups[GREEDY] = replace(setup, sampling=likeliest)
-        occurrence: Counter[str] = Counter()
+        ids, uids = {sample.id for sample in samples}, dict[str, int]()
         places: dict[str, tuple[int, int]] = {}
         running: dict[str, _Running] = {}
-        uids = []
         for index, sample in enumerate(samples):
-            occurrence[sample.id] += 1
-            uid = sample.id if occurrence[sample.id] == 1 else f"{sample.id}~{occurrence[sample.id]}"
-            uids.append(uid)
+            uid = sample.id
+            if uid in uids:
+                uid = next(u for n in count(2) if (u := f"{sample.id}~{n}") not in ids and u not in uids)
+            uids[uid] = index
             for repeat, own_setup in setups.items():
                 key = f"{name}{episode_key(uid, repeat)}"
                 before = generated.get(key, Generated())
@@ -127,7 +128,7 @@ class Pool:
                 running[key] = _Running(episode=steps, replayed=[*before.turns], beginning=before.beginning)
         started = Started(
             samples=samples,
-            uids=uids,
+            uids=[*uids],
             repeats=repeats,
             setup=setup,
             places=places,

@@ -57,6 +57,10 @@ class Checkpointer:
                 room = f"{more} more checkpoints of up to {size(needed)} do not fit into {size(free)}"
                 log.warning(f"{self.folder}: {room}; free some space, or lower save.keep={keep}")
 
+    def changes(self) -> int:
+        """How often the weights of what is saved have changed in this process."""
+        return sum(getattr(one, "changes", 0) for one in (self._trainer, *self._parts.values()))
+
     def due(self, step: int) -> bool:
         """Whether this step is saved whatever its validation score."""
         every = self.options.every

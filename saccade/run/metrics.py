@@ -17,8 +17,9 @@ from statistics import fmean
 import numpy as np
 import psutil
 
+from saccade.algorithms.filters import is_constant
 from saccade.registry import Table
-from saccade.types import ALWAYS_EXCLUDED, POLICY, STATUS_OF_END, Group, Trajectory
+from saccade.types import ALWAYS_EXCLUDED, STATUS_OF_END, Group, Trajectory
 
 RIGHT, WRONG = 0.99, 0.01  # least outcome that is right, most that is wrong, as in dynamic sampling
 UNFINISHED = ("truncated", "overturn", "void")
@@ -163,11 +164,8 @@ def _group_metrics(live: list[list[Trajectory]], compared: list[list[Trajectory]
 
 
 def _is_dead(rewards: list[float]) -> bool:
-    """Whether all rewards are equal: then the group says nothing about which answer is better."""
-    if len(rewards) < 2:
-        return True
-    low, high = min(rewards), max(rewards)
-    return high - low <= 1e-8 * max(1.0, high, -low)
+    """Whether the group says nothing about which answer is better."""
+    return len(rewards) < 2 or is_constant(rewards)
 
 
 def _std(values: list[float]) -> float:
@@ -176,16 +174,14 @@ def _std(values: list[float]) -> float:
 
 
 def _length_metrics(everyone: list[Trajectory]) -> dict[str, float]:
-    masks = [t.sources == POLICY for t in everyone]
-    responses = np.array([np.count_nonzero(mask) for mask in masks], float)
-    prompts = [int(mask.argmax()) if response else len(mask) for mask, response in zip(masks, responses, strict=True)]
+    responses = np.array([t.response_length for t in everyone], float)
     p50, p95 = np.percentile(responses, [50, 95])
     vision = [sum(span.length for span in t.media) for t in everyone]
     return {
         **_spread("length/response", responses, "_"),
         "length/response_p50": float(p50),
         "length/response_p95": float(p95),
-        "length/prompt_mean": fmean(prompts),
+        "length/prompt_mean": fmean(t.prompt_length for t in everyone),
         "length/vision_tokens_mean": fmean(vision),
     }
 

@@ -88,7 +88,7 @@ class Run:
         self._services = ExitStack()
         self._began = time.monotonic()
         self._signal: int | None = None
-        self._updating = False  # from the first change of weights to the end of the step
+        self._changes = 0  # of weights, up to the end of the last step
         self._out_of_time = False
         self._pending_validation: Callable[[], Measured] | None = None  # a validation that has begun
 
@@ -101,12 +101,15 @@ class Run:
             self.start = checkpoint.find(saved, config.run.resume)
             if self.start is not None:
                 self.progress = from_json(checkpoint.read_progress(self.start))
+                if self.start.parent.resolve() != saved.resolve():  # its best checkpoint is none of this folder
+                    self.progress = replace(self.progress, best_step=None, best_score=None, since_best=0)
+            newest = [saved / f"step-{n}" for n in checkpoint.complete_steps(saved)[-1:]]
             broken = checkpoint.not_whole(saved, after=self.step) if self.start else {}
             self.display = stack.enter_context(Display(self.folder, self.command, config.track))
             if config.run.gpus == 1:  # a run on several GPUs is watched by its team of ranks
                 stack.enter_context(HOOKS["watchdog"](self.display.console, self.folder.path, config.run.stop.stalled))
             self.quarantine = Quarantine(self.folder.path, config.data)
-            self.checkpointer = Checkpointer(saved, config.save, saved=self.step if self.start else None)
+            self.checkpointer = Checkpointer(saved, config.save, saved=self.step if self.start in newest else None)
             stack.callback(self.checkpointer.close)
             self._say_how_it_starts(broken)
             if self.folder.resumed:
@@ -150,9 +153,9 @@ class Run:
             text = str(error) if plain else "".join(format_exception(error)).rstrip()
             self.display.console.log(text)
         self.checkpointer.settle()
-        unsaved = self.step > (self.checkpointer.saved or 0)
+        unsaved = self.total > 0 and self.step > (self.checkpointer.saved or 0)
         lost = isinstance(error, RankLost)  # the weights are gone with the ranks
-        if isinstance(error, Exception) and unsaved and not (self._updating or lost):
+        if isinstance(error, Exception) and unsaved and not lost and self._changes == self.checkpointer.changes():
             try:
                 self.save(last=True)  # the error came before any update, so weights are those of the last step
             except Exception as another:
@@ -269,7 +272,6 @@ class Run:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time a phase of the step and note the most GPU memory it took."""
-        self._updating |= name == "update"
         return self.display.phase(name)
 
     def finish_step(
@@ -283,7 +285,7 @@ class Run:
         self._out_of_time = hours is not None and time.monotonic() - self._began > hours * 3600
         last = progress.step if self._out_of_time else self.total  # the last step is always validated
         self.progress = replace(progress, unvalidated=validation.due(progress.step, last))
-        self._updating = False
+        self._changes = self.checkpointer.changes()
         measured: Mapping[str, float] = {}
         try:
             if self.progress.unvalidated and validation.rollout_pool is not None and self.step < self.total:

@@ -50,6 +50,7 @@ class Trainer(Protocol):
     dtype: torch.dtype
     dp_size: int  # number of data-parallel groups over which the forests of a step are dealt
     engine: Any  # generates with the same weights; None: the recipe makes one
+    changes: int  # optimizer steps that have begun to change the weights
 
     def logprobs(self, batches: Sequence[Batch], scoring: Scoring) -> list[tuple[np.ndarray, np.ndarray]]: ...
 

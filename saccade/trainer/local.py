@@ -68,7 +68,7 @@ class LocalTrainer:
         parameter = next(model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         self.banned = banned_mask(family, self.device)
-        self.oom_splits = 0
+        self.changes, self.oom_splits = 0, 0
         # A model that only scores sees each image once per step, so its features are not cached.
         self._seen, self._towers_frozen = FeatureCache(), False
         self._inputs = InputPrefetcher(
@@ -112,14 +112,13 @@ class LocalTrainer:
         of every sequence (0 if the batch was packed without `ends`).
         """
 
-        def read(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-            predictors, ends = batch.predictors, batch.ends
-            places = predictors if ends is None else np.concatenate([predictors, ends])
-            found = self.values_at(batch, places).float().cpu().numpy()
-            after = np.zeros(len(batch.keys), np.float32) if ends is None else found[len(predictors) :]
-            return found[: len(predictors)], after
+        def read(batch: Batch) -> Tensor:
+            places = batch.predictors if batch.ends is None else np.concatenate([batch.predictors, batch.ends])
+            return self.values_at(batch, places)
 
-        return self.map_batches(batches, read)
+        found = [(b, len(b.predictors), v) for b, v in zip(batches, self.map_batches(batches, read), strict=True)]
+        arrays = ((b, at, v.float().cpu().numpy()) for b, at, v in found)
+        return [(v[:at], v[at:] if b.ends is not None else np.zeros(len(b.keys), v.dtype)) for b, at, v in arrays]
 
     def score(self, batch: Batch, scoring: Scoring, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies of the targets; in training, the logits are kept for backward if they fit
@@ -272,6 +271,7 @@ class LocalTrainer:
             metrics.add(name, value * each, each)
         metrics.add("mem/oom_splits", self.oom_splits, each)
         if finite and moves:
+            self.changes += 1
             self.optimizer.step(lr, norm=norm)
             if self.ema is not None:
                 average, share = self.ema

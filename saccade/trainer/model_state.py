@@ -46,7 +46,7 @@ def blend_into(
             continue
         average = weight
         if torch.promote_types(weight.dtype, torch.float32) != weight.dtype:
-            average = averages.setdefault(name, weight.float())
+            average = averages[name] if name in averages else averages.setdefault(name, weight.float())
         average.lerp_(target.to(average.dtype), share)
         weight.copy_(average)
     if share == 1:

@@ -77,10 +77,12 @@ def draw(
 
 
 def _pieces(sequences: SequenceOf[Sequence]) -> Iterator[tuple[Sampling, list[int]]]:
-    groups: dict[Sampling, list[int]] = {}
+    groups: dict[tuple[object, ...], tuple[Sampling, list[int]]] = {}
     for row, sequence in enumerate(sequences):
-        groups.setdefault(sequence.sampling, []).append(row)
-    for sampling, chosen in groups.items():
+        how = sequence.sampling
+        drawn_alike = (how.temperature, how.top_p, how.top_k, how.support)  # whatever ends them
+        groups.setdefault(drawn_alike, (how, []))[1].append(row)
+    for sampling, chosen in groups.values():
         most = SORTED if truncates(sampling) else len(chosen)
         for first in range(0, len(chosen), most):
             yield sampling, chosen[first : first + most]

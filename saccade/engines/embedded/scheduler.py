@@ -60,8 +60,8 @@ class Scheduler:
         if key in self.waiting:
             prefill_key = self.waiting.pop(key).prefill_key
             self.aborted.append(empty_completion(key))
-            waited_for = any(s.prefill_key == prefill_key for s in self.waiting.values())
-            if prefill_key in self.prefix_cache.prefixes and not waited_for:
+            asked = (s.prefill_key for s in self.waiting.values())
+            if prefill_key in self.prefix_cache.prefixes and prefill_key not in asked:
                 self.prefix_cache.drop(prefill_key)
 
     def finish(self, sequence: Sequence, completion: Completion) -> None:

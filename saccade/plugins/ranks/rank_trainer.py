@@ -52,6 +52,7 @@ class RankTrainer:
         self.dp_size, self.device = team.size // self.together, pick_device(config.run.device)
         self.dtype = pick_dtype(config.model.dtype, self.device)
         self.model = outline(config, family, self.dtype, critic=part == "critic")
+        self.changes = 0
 
     def beside(self, part: str) -> "RankTrainer":
         """Load another model on the same ranks; returns its trainer."""
@@ -78,6 +79,7 @@ class RankTrainer:
 
     def train_step(self, batches: Sequence[Batch], loss: Loss, *, lr: float, moves: bool = True) -> Update:
         """One optimizer step on all batches together."""
+        self.changes += 1  # at most: what ranks have done is not known if one of them fails
         options = {"loss": encode_loss(loss), "lr": lr, "moves": moves}
         rows = self._report("train_step", batches, options)
         skipped = {row["skipped"] for row in rows}
