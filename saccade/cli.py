@@ -146,9 +146,7 @@ def algorithms(
     name: Annotated[str | None, typer.Argument(help="One preset in full.", show_default=False)] = None,
 ) -> None:
     """List the algorithm presets, or explain one: its parts, its formula, its paper."""
-    from saccade.algorithms.describe import explain
-
-    print(explain(name))
+    print(import_module("saccade.plugins.more_algorithms.explain").explain(name))
 
 
 app.registered_commands.sort(key=lambda command: PANELS.index(str(command.rich_help_panel)))

@@ -18,13 +18,14 @@ from saccade.algorithms.advantages import ADVANTAGES, AdvantageInputs  # noqa: E
 from saccade.algorithms.aggregation import AGGREGATIONS  # noqa: E402
 from saccade.algorithms.build import resolve  # noqa: E402
 from saccade.algorithms.corrections import CORRECTIONS, Correction, Mismatch  # noqa: E402
-from saccade.algorithms.describe import ahead_of, extras, numbers  # noqa: E402
+from saccade.algorithms.describe import extras, numbers  # noqa: E402
 from saccade.algorithms.policy_losses import KINDS, LOSSES, LossInputs  # noqa: E402
 from saccade.algorithms.resolved_algorithm import Algorithm  # noqa: E402
 from saccade.algorithms.table import Entry  # noqa: E402
 from saccade.config import AlgorithmConfig  # noqa: E402
 from saccade.config.schema.presets import ADD_ONS, PRESETS  # noqa: E402
 from saccade.errors import ConfigError  # noqa: E402
+from saccade.plugins.more_algorithms.explain import ahead_of  # noqa: E402
 from saccade.plugins.suites.suites import SUITES  # noqa: E402
 
 PAGES = [ROOT / "docs" / name for name in ("algorithms.md", "evaluation.md")]

@@ -188,7 +188,7 @@ import saccade
 import saccade.plugins.dry_run.plan, saccade.plugins.quickstart.counting, saccade.plugins.smoke.smoke
 import saccade.plugins.reward_workers.worker, saccade.plugins.serving.reward_service
 import saccade.plugins.user_environments.env_process
-from saccade.algorithms.describe import explain
+from saccade.plugins.more_algorithms.explain import explain
 from saccade.cli import app
 from saccade.plugins.check_data.self_test import equivalent
 from typer.testing import CliRunner

@@ -1,43 +1,18 @@
-"""An algorithm in words, for `saccade algorithms` and for the start of a run. Imports no torch.
+"""An algorithm in words, for the start of a run. Imports no torch.
 
->>> print(explain("dapo"))
+    print(describe(resolve(AlgorithmConfig(preset=("dapo",)), max_tokens=64)))
 """
 
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from typing import Any
 
-from saccade.algorithms.build import resolve
 from saccade.algorithms.resolved_algorithm import Algorithm
-from saccade.config import AlgorithmConfig, RolloutConfig, options
+from saccade.config import AlgorithmConfig, options
 from saccade.config.notation import write
-from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.config.schema.section import extra
 
-AHEAD = (
-    "ahead: with rollout.ahead, tokens of older weights are weighed (tis.token), or the loss is made for them\n"
-    "(old=rollout), or the preset is strictly on-policy (refused)"
-)
 IN_OTHER_LINES = ("advantage", "policy_loss", "aggregation", "args", "kl.coef", "kl.kind", "kl.place")
-
-
-def explain(preset: str | None = None) -> str:
-    """All presets and add-ons, one line each, or one preset in full."""
-    if preset is None:
-        rows = [f"{name:<22} {ahead_of(name):<12} {row['about']}" for name, row in PRESETS.items()]
-        extras = [f"{name:<22} {row['about']}" for name, row in ADD_ONS.items()]
-        added = "to be added to any of them, as in algorithm.preset=[dapo, tis]:"
-        return "\n".join([f"{'preset':<22} {'ahead':<12} what it is", *rows, "", added, *extras, "", AHEAD])
-    row = resolve(AlgorithmConfig(preset=(preset,)), max_tokens=RolloutConfig().max_tokens)
-    return f"{describe(row)}\n  with rollout.ahead: {ahead_of(preset)}"
-
-
-def ahead_of(preset: str) -> str:
-    """What a preset does by default with tokens of older weights."""
-    if PRESETS[preset].get("on_policy"):
-        return "refused"
-    row = resolve(AlgorithmConfig(preset=(preset,)), max_tokens=RolloutConfig().max_tokens, ahead=1)
-    return "old=rollout" if row.old == "rollout" else row.corrections[0].name
 
 
 def describe(algorithm: Algorithm) -> str:

@@ -5,10 +5,11 @@ import torch
 
 from saccade.algorithms.advantages import compute
 from saccade.algorithms.corrections import apply
-from saccade.algorithms.describe import describe, explain
+from saccade.algorithms.describe import describe
 from saccade.algorithms.table import find
 from saccade.config.schema.presets import ADD_ONS, PRESETS
 from saccade.errors import ConfigError
+from saccade.plugins.more_algorithms.explain import explain
 from saccade.recipes import run_parts
 
 ROOT = Path(__file__).resolve().parents[2]
