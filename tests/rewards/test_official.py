@@ -31,7 +31,6 @@ REASONS = {
     "brackets": "that of GPQA wants brackets around a letter or a colon before it",
     "reader": "where its pattern finds nothing, that of VL-RewardBench asks a model",
     "guess": "where it finds no letter, the official scorer draws an option",
-    "nearest": "the official scorer takes the option with the nearest spelling",
     "hedge": "several answers, or one that is denied or taken back, are no answer here",
     "denial": "a sentence that denies one option and names another is no answer here",
     "contradiction": "a letter with the words of another option is no answer here",
@@ -64,6 +63,19 @@ def test_verdicts_are_those_of_the_official_scorer_but_for_listed_reasons(kind, 
         score = VERIFIERS[term.verifier].function(sample, **term.args)
         assert (score.kind, score.parts.get("accuracy", score.value)) == ("value", row["ours"]), row
         assert ("why" in row) == any(said != row["ours"] for said in officials(row).values()), row
+
+
+STATED = [json.loads(line) for line in Path(__file__).with_name("stated_results.jsonl").open(encoding="utf-8")]
+
+
+@pytest.mark.parametrize("row", STATED, ids=lambda row: row["response"][-40:])
+def test_a_sentence_that_states_a_result_is_read_and_one_that_doubts_is_not(row, recipes):
+    term, given = (
+        recipes["mathvista"].terms[0],
+        {"choices": row.get("choices", ()), "extra": {"precision": row["decimals"]}},
+    )
+    sample = RewardSample(id="a", response=row["response"], answer=row["gold"], **given)
+    assert VERIFIERS["typed"].function(sample, **term.args).value == row["right"]
 
 
 def test_the_docs_say_how_often_they_differ_and_why():

@@ -32,7 +32,7 @@ BRACKETED = re.compile(r"(?:\((?=[^()]+\)\Z)|\[(?=[^][]+\]\Z)|\{(?=[^{}]+\}\Z))(
 # Another option after a named one, that `NAMED` does not match: (B), then option c; (B), then C
 FURTHER = re.compile(r"\b(?:option|choice|answer)\s+[a-z]\b|(?<![\w.])[b-hj][.):](?=\s|\Z)|\s[A-Z][.!]?\Z")
 REFUSED = re.compile(
-    r"\b(?:can['\u2019]?t|cannot|unable\s+to)\s+(?:help|assist|answer|determine|tell|say)\b"
+    r"\b(?:can['\u2019]?t|cannot|(?:unable|impossible)\s+to)\s+(?:help|assist|answer|determine|tell|say)\b"
     r"|\bsorry,?\s+(?:but\s+)?(?:i\s+)?(?:do\s+not|don['\u2019]t|no)\b"
     r"|\A\W*(?:neither|none)(?:\s+of\s+(?:them|these|those|the\s+\w+))?\W*\Z",
     re.IGNORECASE,
@@ -184,6 +184,7 @@ def _options(pattern: str, text: str, choices: Sequence[str]) -> dict[str, int]:
 
 
 def _words(text: str) -> str:
+    text = re.sub(r"\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})", "\u00b0", text)
     return re.sub(r"\s+", " ", peel(text).strip("$").rstrip(".").strip()).casefold()
 
 

@@ -14,6 +14,7 @@ from functools import wraps
 from typing import Any, Literal
 
 from saccade.plugins.verifiers.choice import letters_in
+from saccade.plugins.verifiers.conclusion import concluded
 from saccade.plugins.verifiers.wording import DENIES_NEXT, STRUCK_OUT, TAKEN_BACK
 from saccade.rewards.reward_sample import RewardSample
 from saccade.types import Score
@@ -181,6 +182,7 @@ EXTRACTORS: dict[str, Callable[[str, Sequence[str]], Extraction]] = {
     "hash": _hash,
     "fenced": lambda text, choices: ("", fenced(text), ""),
     "letter": _letter,
+    "conclusion": concluded,
     "last_number": lambda text, choices: ("", next(reversed(NUMBER.findall(text)), None), ""),
     "whole": lambda text, choices: ("", text if text.strip() else None, ""),
 }

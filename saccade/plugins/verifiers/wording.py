@@ -138,14 +138,14 @@ def _agreed(gloss: re.Match[str]) -> str:
 
 
 STRUCK = r"~~|\u00ac|\\(?:neg|lnot|[bx]?cancel|sout)(?![a-zA-Z])|<(?:s|del|strike)>"  # struck out, or negated
+DOUBT = r"\b(?:maybe|perhaps|possibly|probably|might|could|guess|unsure|uncertain|unknown)\b|可能|也许"
 UNSETTLED = re.compile(
     # Denial,
     r"\b(?:not|no|nor|neither|never|cannot|wrong|worst|incorrect|false|untrue|doubt|unlikely|unless"
     r"|except|exclu\w+|(?:all|anything|everything) but|ruled\s+out|rejected|eliminated)\b"
     r"|n['\u2019]t\b|[不非错\u274c\u2717\u2718]|没有|排除|除了"
     # doubt, alternatives, questions.
-    r"|\b(?:maybe|perhaps|possibly|probably|might|could|guess|unsure|uncertain|unknown|or|either"
-    rf"|between|vs|versus)\b|[?\uff1f或吗]|还是|可能|也许|{STRUCK}",
+    rf"|{DOUBT}|\b(?:or|either|between|vs|versus)\b|[?\uff1f或吗]|还是|{STRUCK}",
     re.IGNORECASE,
 )
 # Words that deny the answer that follows them: it cannot be, the wrong one is.
