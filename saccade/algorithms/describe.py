@@ -1,6 +1,6 @@
 """An algorithm in words, for the start of a run. Imports no torch.
 
-    print(describe(resolve(AlgorithmConfig(preset=("dapo",)), max_tokens=64)))
+print(describe(resolve(AlgorithmConfig(preset=("dapo",)), max_tokens=64)))
 """
 
 from collections.abc import Iterator, Mapping

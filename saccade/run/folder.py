@@ -92,8 +92,8 @@ class RunFolder:
             folder._write_start(options, texts, {**manifest, "command": command})
             try:
                 yield folder
-            except SaccadeError as error:
-                if error.exit_code in REFUSALS and not folder.resumed:
+            except (SaccadeError, KeyboardInterrupt) as error:
+                if getattr(error, "exit_code", REFUSALS[0]) in REFUSALS and not folder.resumed:
                     folder._remove_if_nothing_happened()
                 raise
 
@@ -118,8 +118,8 @@ class RunFolder:
         write_start(self.path, texts, facts)
 
     def _remove_if_nothing_happened(self) -> None:
-        """Remove the folder of a start that was refused, so that the corrected command can be given again, unless it
-        contains anything that `open` did not write.
+        """Remove the folder of a start that was refused or interrupted, so that the command can be given again, unless
+        it contains anything that `open` did not write.
         """
         inside = {str(entry.relative_to(self.path)) for entry in self.path.rglob("*")}
         ours = {CHOSEN, CONFIG, MANIFEST, METRICS, LOG, LOCK, TRAJECTORIES, CHECKPOINTS}

@@ -62,14 +62,15 @@ def test_a_filter_of_your_own(algorithm, records, tmp_path):
         "from dataclasses import replace\n"
         "def last(groups):\n    return groups[:0:-1]\n"
         "def other(groups):\n    return [replace(groups[0], uid='z')]\n"
+        "def changed(groups):\n    return [replace(g, trajectories=g.trajectories[:1]) for g in groups]\n"
     )
     groups = [records.group(uid, [0.0, 1.0]) for uid in "abc"]
     row = algorithm(f"filter.function={path}:last")
     kept, reasons = select.apply_user_filter(groups, row)
     assert [g.uid for g in kept] == ["b", "c"] and reasons == {"own": 1}
-    row = algorithm(f"filter.function={path}:other")
-    with pytest.raises(ConfigError, match=r"filter\.function=.*return some of its argument"):
-        select.apply_user_filter(groups, row)
+    for wrong in ("other", "changed"):
+        with pytest.raises(ConfigError, match=r"filter\.function=.*return some of its argument, unchanged"):
+            select.apply_user_filter(groups, algorithm(f"filter.function={path}:{wrong}"))
 
 
 @pytest.mark.parametrize(("groups", "updates"), [(8, 1), (8, 3), (2, 4), (0, 2)])

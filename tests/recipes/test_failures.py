@@ -151,6 +151,37 @@ def test_a_full_gpu_says_what_makes_room(rl_config, tmp_path, monkeypatch):
     assert "Tried to allocate 260 MiB" in (tmp_path / "run" / "log.txt").read_text()
 
 
+def test_an_update_that_fails_before_the_weights_change_loses_no_step(rl_config, tmp_path, monkeypatch):
+    whole, calls = LocalTrainer.sum_gradients, []
+
+    def full(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 260 MiB. GPU 0 has")
+        return whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(LocalTrainer, "sum_gradients", full)
+    with pytest.raises(EnvironmentProblem, match="after step 2"):
+        rl.run(rl_config(tmp_path, save__every=0, run__max_steps=4))
+    assert complete_steps(tmp_path / "run" / "checkpoints") == [2]
+
+
+def test_a_skipped_update_counts_in_the_schedule(rl_config, tmp_path, monkeypatch):
+    take_step, calls = LocalTrainer.take_step, []
+
+    def spoiled(self, role, metrics, lr, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            metrics.add("policy/loss", float("nan"))
+        return take_step(self, role, metrics, lr, **kwargs)
+
+    monkeypatch.setattr(LocalTrainer, "take_step", spoiled)
+    rl.run(rl_config(tmp_path, save__every=0, run__max_steps=4, train__schedule="linear", train__warmup=0))
+    rows = read_metrics(tmp_path / "run")
+    assert [row["policy/update_skipped"] for row in rows] == [0, 1, 0, 0]
+    assert [row["policy/lr"] for row in rows] == pytest.approx([5e-3, 3.75e-3, 2.5e-3, 1.25e-3])
+
+
 def test_weights_that_were_cut_short_or_are_missing_are_refused_before_a_run_begins(rl_config, tmp_path):
     config = rl_config(tmp_path)
     half = tmp_path / "half"

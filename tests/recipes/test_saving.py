@@ -1,5 +1,6 @@
 """Checkpoints that are written while training goes on: the same folder, no failure unheard."""
 
+import json
 import os
 import shutil
 import signal
@@ -48,6 +49,27 @@ def wait_for_step(run, step):
     deadline = time.monotonic() + 60
     while read_metrics(run)[-1]["step"] < step and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def test_a_run_that_starts_from_another_keeps_that_start_and_none_of_its_scores(
+    rl_config, scenes, tmp_path, monkeypatch
+):
+    asked = {"data.val": str(scenes / "val.jsonl"), "val.every": 1, "save.every": 1}
+    rl.run(rl_config(tmp_path / "a", run__max_steps=2) | asked)
+    other = str(tmp_path / "a" / "run" / "checkpoints" / "step-2")
+    changes = rl_config(tmp_path / "b", run__max_steps=3) | asked | {"run.resume": other, "save.every": 0}
+
+    def stop(self, done, total):
+        self._stop()
+
+    with monkeypatch.context() as patch, pytest.raises(Interrupted, match="after step 2"):
+        patch.setattr(Run, "watch", stop)
+        rl.run(changes)
+    assert steps_of(tmp_path / "b" / "run") == [2]
+    rl.run(changes | {"run.resume": "auto"})
+    assert rows_of(tmp_path / "b" / "run") == [3]
+    kept = json.loads((tmp_path / "b" / "run" / "checkpoints" / "step-3" / "state" / "progress.json").read_text())
+    assert kept["best_step"] == 3
 
 
 def steps_of(run):

@@ -81,6 +81,8 @@ def test_a_sample_that_comes_twice_gets_other_noise(run, model, family, samples)
     groups = run(EmbeddedEngine(model, family), twice, repeats=2)
     assert [g.uid for g in groups] == ["q0", "q2", "q0~2"]
     assert groups[2].sample is groups[0].sample
+    named_so = replace(samples[0], id="q0~2")
+    assert [g.uid for g in run(EmbeddedEngine(model, family), [*twice, named_so], repeats=1)][2:] == ["q0~3", "q0~2"]
     assert len({t.response_ids.tobytes() for t in flat(groups)}) == 6
     other = run(EmbeddedEngine(model, family), twice, repeats=2, seed="8")
     assert flat(other)[0].response_ids.tolist() != flat(groups)[0].response_ids.tolist()

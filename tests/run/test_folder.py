@@ -79,7 +79,7 @@ def test_one_process_at_a_time_writes_to_a_folder(open_folder, visit):
 
 
 @pytest.mark.parametrize("name", ["", "quarantine.jsonl"])
-@pytest.mark.parametrize("error", [DataError, ZeroDivisionError])
+@pytest.mark.parametrize("error", [DataError, KeyboardInterrupt, ZeroDivisionError])
 def test_a_refused_start_keeps_only_what_was_recorded_a_crash_all(open_folder, name, error):
     with pytest.raises(error), open_folder() as folder:
         if name:

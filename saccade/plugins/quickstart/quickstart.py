@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from saccade.errors import Interrupted
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.evaluation.results import read_lines
 from saccade.plugins.export.export import checkpoint_of, export
@@ -54,16 +55,16 @@ def run(out: Path, seed: int = 0, quick: bool = False, kind: str = "qwen2_5_vl")
     data = draw_data(out / "data", size, seed)
     model = tiny_kinds.build(kind, out / "model", words=WORDS, seed=seed)
     _say(2, f"cold start: SFT on {size['demonstrations']} demonstrations in three colours")
-    sft.run(_write(out, sft_config(out, data, model, size, seed)))
+    _train(sft, out, sft_config(out, data, model, size, seed))
     start = str(checkpoint_of(out / "sft"))
 
     _say(3, f"GRPO on {size['prompts']:,} questions in six colours; the reward is the count")
     seconds = time.monotonic()
-    rl.run(_write(out, rl_config(out, data, start, size, seed)))
+    _train(rl, out, rl_config(out, data, start, size, seed))
     seconds = time.monotonic() - seconds
 
     _say(4, f"control: SFT goes on with the same demonstrations for the same {seconds:.0f} s")
-    sft.run(_write(out, control_config(out, data, start, size, seed, seconds)))
+    _train(sft, out, control_config(out, data, start, size, seed, seconds))
 
     _say(5, "evaluating all three on held-out scenes, and with new colours and more objects")
     scores = {name: _evaluate(out, name, data, seed) for name in STAGES}
@@ -252,6 +253,13 @@ def _write(out: Path, config: Mapping[str, Any]) -> Path:
     path = out / f"{config['run']['name']}.yaml"
     path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
     return path
+
+
+def _train(recipe: Any, out: Path, config: Mapping[str, Any]) -> None:
+    try:
+        recipe.run(_write(out, config))
+    except Interrupted:
+        raise Interrupted(f"stopped; `saccade quickstart` begins again, and renames {out} first") from None
 
 
 def _say(number: int, text: str) -> None:
