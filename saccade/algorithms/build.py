@@ -16,7 +16,7 @@ from saccade.algorithms.table import Entry, find, parsed
 from saccade.config import AlgorithmConfig, RewardConfig, TrainConfig, load
 from saccade.config.schema import CorrectionConfig
 from saccade.config.schema.presets import ADD_ONS, args_beside, row_of, unknown
-from saccade.config.schema.section import without_effect
+from saccade.config.schema.section import given_options, without_effect
 from saccade.errors import ConfigError
 
 EXAMPLES = {"low": 0.97, "high": 1.03, "threshold": 0.01}  # shown for options without a default; 1 for others
@@ -88,9 +88,10 @@ def _assemble(given: AlgorithmConfig, train: TrainConfig, reward: RewardConfig, 
     if given.filter.function is not None:
         function = find("filter.function", {}, given.filter.function).name
         changed["filter"] = given.filter.model_copy(update={"function": function})
+    beside = ", ".join(f"{n}={value}" for n, _, value in given_options(given) if n not in ("preset", "correct"))
     return Algorithm.model_construct(
         **dict(given) | changed,
-        about=row["about"],
+        about=row["about"] + f" Here with {beside}." * bool(beside),
         paper=row["paper"],
         samples_per_prompt=train.samples_per_prompt,
         updates_per_step=train.updates_per_step,

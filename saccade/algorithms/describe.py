@@ -17,17 +17,15 @@ IN_OTHER_LINES = ("advantage", "policy_loss", "aggregation", "args", "kl.coef", 
 
 def describe(algorithm: Algorithm) -> str:
     """Every chosen function with its formula and its numbers, then the other options that are not default."""
-    paper = f" (arXiv {algorithm.paper})" if algorithm.paper else ""
     lines = {}
     for axis, entries in algorithm.chosen.items():
         shown = [(f"{entry.name}: {entry.formula}", numbers(entry.options)) for entry in entries]
         lines[axis] = "; ".join(text + (f"   [{found}]" if found else "") for text, found in shown)
-    kl = algorithm.kl
-    weighed = f"{kl.coef:g} in the {kl.place} * {lines['kl.kind']}, u = policy - reference"
+    weighed = f"{algorithm.kl.coef:g} in the {algorithm.kl.place} * {lines['kl.kind']}, u = policy - reference"
     lines["kl.kind"] = weighed if algorithm.needs_reference else "none; no reference model is loaded"
     lines["samples"] = f"{algorithm.samples_per_prompt} per prompt, {algorithm.updates_per_step} updates per step"
     return "\n".join(
-        [f"{', '.join(algorithm.preset)}: {algorithm.about}{paper}"]
+        [f"{', '.join(algorithm.preset)}: {algorithm.about}" + f" (arXiv {algorithm.paper})" * bool(algorithm.paper)]
         + [f"  {name:<12} {text}" for name, text in lines.items() if text]
         + [f"  {name}={value}: {text}" for name, (value, text) in extras(algorithm).items()]
         + [f"  warning: {text}" for text in algorithm.warnings]
@@ -63,8 +61,7 @@ def options_in_effect(algorithm: Algorithm) -> dict[str, Any]:
     for name, _, value in _in_effect(algorithm):
         section, _, leaf = name.rpartition(".")
         (found.setdefault(section, {}) if section else found)[leaf] = value
-    found["correct"] = [{"name": c.name, **c.options} for c in algorithm.corrections]
-    return found
+    return found | {"correct": [{"name": c.name, **c.options} for c in algorithm.corrections]}
 
 
 def resolved_options(algorithm: Algorithm) -> tuple[str, ...]:

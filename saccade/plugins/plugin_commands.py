@@ -251,9 +251,8 @@ def annotate(
 @command("report", panel="Look", example="saccade report runs/quickstart/rl")
 def report(folder: Annotated[Path, typer.Argument(help="Folder of a run or of an eval.")]) -> None:
     """Write the report of a run or an eval, with its episodes, as one HTML file."""
-    evaluations = import_module("saccade.plugins.reports.eval_report")
-    if evaluations.is_evaluation(folder):
-        page = evaluations.write_eval_report(folder)
+    if import_module("saccade.plugins.reports.episodes").is_evaluation(folder):
+        page = import_module("saccade.plugins.reports.eval_report").write_eval_report(folder)
     elif (folder / "config.resolved.yaml").is_file():
         page = import_module("saccade.plugins.reports.report").from_run(folder)
     else:

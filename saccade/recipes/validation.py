@@ -65,7 +65,7 @@ class Validation:
         for name, dataset in reversed(list(self.rows.items())):
             values = {**self.measure_rows(dataset, step, f"val/{name}"), **values}
         if values:
-            shown = {n: v for n, v in values.items() if n.endswith(("/accuracy", "/margin"))}
+            shown = {n: v for n, v in values.items() if n.endswith("/margin") or (n.endswith("/accuracy") and v >= 0)}
             log.info(f"step {step}  " + "  ".join(f"{n} {v:.3g}" for n, v in shown.items()))
         if self.evaluator is None or not self.questions:
             return Measured(metrics=values)

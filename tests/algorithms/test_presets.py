@@ -107,6 +107,7 @@ def test_add_ons_are_laid_over_a_row(algorithm):
     assert row.loss.options["dual_clip"] == 3 and row.loss.options["clip_high"] == 0.3
     assert row.paper == "2509.07969, 2410.21236, 2509.07969, 2506.01939, 1912.09729"
     assert row.about == PRESETS["mini_o3"]["about"]
+    assert "The safe start. Here with kl.coef=0.0. (arXiv" in describe(algorithm("kl.coef=0"))
     (icepop,) = algorithm("preset=[grpo,icepop]").corrections
     assert icepop.options == {"low": 0.5, "high": 5}
     bounded = algorithm("preset=[drpo,delta]").loss.options  # it replaces what bounds the same

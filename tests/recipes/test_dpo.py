@@ -10,6 +10,8 @@ from saccade.config import load
 from saccade.errors import ConfigError, DataError
 from saccade.models.families import load_family
 from saccade.plugins.preferences import dpo, pairs
+from saccade.plugins.reports.report import from_run
+from tests.browser import page_data
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +24,11 @@ def test_pairs_of_pictures_are_learned_and_answers_improve(tmp_path, config, row
     more = {"run.max_steps": 12, "val.every": 12, "dpo.nll_coef": 0.5, "rollout.max_tokens": 3}
     last = saccade.dpo(config(tmp_path, data__val=sets) | more | {"reward.terms": ["exact"]})
     first, *steps = numbers(tmp_path / "run")
-    assert first["val/held-pairs/accuracy"] == 0 and first["val/held-asked/accuracy"] < 0.6
+    assert first["val/held-pairs/accuracy"] is None and first["val/held-asked/accuracy"] < 0.6  # all are ties
+    page = page_data(from_run(tmp_path / "run"))
+    assert page["facts"]["accuracy on held-pairs"] == "100.0\u00a0%"  # no gain
+    before, after, change = page["tables"][0]["rows"][-1][2:]
+    assert (before, after["value"], change) == (None, 1, None)
     assert steps[0]["dpo/accuracy"] == 0 and steps[0]["dpo/margin"] == pytest.approx(0, abs=1e-5)
     assert last["dpo/accuracy"] == 1 and last["val/held-pairs/accuracy"] == 1
     assert last["val/held-asked/accuracy"] >= 0.9  # greedy answers

@@ -14,7 +14,7 @@ from saccade.errors import ConfigError, DataError, Interrupted, RewardError, Sel
 from saccade.plugins.evaluation import evaluate
 from saccade.plugins.evaluation.results import read_lines as lines
 from saccade.plugins.evaluation.results import read_summary
-from saccade.plugins.reports.eval_report import is_evaluation
+from saccade.plugins.reports.episodes import is_evaluation
 from saccade.plugins.view.run_index import Runs
 from saccade.plugins.view.view_server import list_runs, show_run
 from saccade.recipes import rl, sft

@@ -12,7 +12,7 @@ from saccade.cli import app
 from saccade.config import TrackConfig
 from saccade.plugins.reports.diagnosis import advise_ahead
 from saccade.plugins.reports.eval_report import write_eval_report
-from saccade.plugins.reports.report import charts_of, from_run
+from saccade.plugins.reports.report import before_after, charts_of, from_run
 from saccade.plugins.reports.report_page import Chart, Curve, Report, Table, write_report
 from saccade.run.loggers import Loggers
 from tests.browser import needs_browser, page_data
@@ -49,7 +49,8 @@ def rows(steps=40):
 
 @pytest.fixture
 def page(open_folder, build):
-    with open_folder() as folder:
+    given = ("advantage=rloo", "policy_loss=/x/mine.py:loss", "kl.coef=0.04", "entropy_coef=0")
+    with open_folder(*(f"algorithm.{option}" for option in given)) as folder:
         with closing(Loggers(folder, TrackConfig(tensorboard=False))) as loggers:
             for row in rows():
                 values = {name: value for name, value in row.items() if value is not None}
@@ -68,7 +69,8 @@ def test_a_run_as_data(page, caplog):
     data = page_data(page)
     assert data["facts"]["accuracy on six"] == "50.0\u00a0% → 75.0\u00a0%"
     assert data["facts"]["best step"] == "40 (75.0\u00a0%)"
-    assert data["facts"]["algorithm"] == "grpo"
+    assert data["facts"]["algorithm"] == "grpo, advantage=rloo, policy_loss=mine.py:loss"
+    assert data["tables"][0]["note"].startswith("Brackets hold")
     (table,) = data["tables"]
     assert table["columns"][2:] == ["before (step 1)", "after (step 40)", "change"]
     name, measure, _, after, change = table["rows"][0]
@@ -137,6 +139,11 @@ def test_a_run_in_a_browser(page, browser):
     drawn = "[...document.querySelectorAll('path.line, path.raw')].filter(p => p.checkVisibility())"
     assert browser.run(f"{drawn}.length") >= 8
     assert browser.run(f"Math.min(...{drawn}.map(p => p.getTotalLength()))") > 100
+    curve = "{ name: 'a', band: [], mean: [], points: [[1, 0], [2, 1]] }"
+    drawn = browser.run(
+        f"chart({{ title: 'a', curves: [{curve}] }}).querySelectorAll('text[text-anchor=middle]').length"
+    )
+    assert drawn == 2  # whole steps
     pictures = "[...document.querySelectorAll('.episode img')]"
     browser.until(f"{pictures}.length === 2 && {pictures}.every(i => i.naturalWidth === 56)")
     browser.run("document.querySelector('details').open = true")  # the other metrics
@@ -252,6 +259,13 @@ def test_an_evaluation_as_data(evaluated):
     assert by_category["title"] == "a: accuracy by category"
     assert by_category["columns"] == ["category", "accuracy", "pass@4", "items"]
     assert by_category["rows"][1][:2] == ["far", None]
+    assert [one["step"] for one in page_data(evaluated)["episodes"]["items"]] == [None]
+
+
+def test_one_measurement_without_an_interval_is_no_gain():
+    one = {"step": 4, "val/a/accuracy": 0.6, "val/a/parse_rate": 1.0}
+    (table,) = before_after([{"step": 0, "val/a/accuracy": None}, one])
+    assert table.columns[2:] == ("step 4",) and [row[2].value for row in table.rows] == [0.6, 1] and not table.note
 
 
 def test_what_else_people_publish_of_an_evaluation(tmp_path):
@@ -279,7 +293,8 @@ def test_an_evaluation_in_a_browser(evaluated, browser):
     browser.visit(evaluated.as_uri())
     cells = browser.run("[...document.querySelectorAll('td')].map(e => e.innerText).join('|')").replace("\u00a0", " ")
     assert cells.startswith("a|50.0 %[40.0, 60.0]|75.0 %||8|b|||3.5[3, 4]|2|near|50.0 %") and cells.endswith("|far|||1")
-    assert "How many objects?" in browser.run("document.querySelector('.episode').innerText")
+    shown = browser.run("document.querySelector('.episode').innerText")
+    assert "How many objects?" in shown and "step" not in shown
     browser.until("document.querySelector('.episode img')?.naturalWidth === 56")
     assert browser.troubles == []
     browser.run("console.log('fine'); console.error('wrong')")

@@ -116,6 +116,17 @@ def test_a_picture_outside_of_its_folder_is_not_shown(tmp_path):
         assert json.loads(call(url, "GET", f"/rollouts?run={name}&at=0")[2])["pictures"] == {}
 
 
+@pytest.mark.parametrize("length", [16, 1000])
+def test_advantages_by_token(length, tmp_path):
+    values = np.linspace(-1, 1, length)
+    store(tmp_path, group(trajectory(response=(5,) * length, advantages=values)))
+    (tmp_path / "results.json").write_text("{}")
+    assert not list_rollouts(Runs(tmp_path), tmp_path.name)["left_out"]
+    (shown,) = show_rollouts(Runs(tmp_path), tmp_path.name, [0])["items"]
+    (said,) = shown["turns"][0]["said"]
+    assert len(said["advantage"]) == length and len(shown["advantage"]) == min(length, 200)
+
+
 def test_sizes_of_tokens():
     letters = {1: "a", 2: "bc", 3: "\ufffd", 4: "\ufffd"}
     byte = lambda ids: "".join(letters[i] for i in ids).replace("\ufffd\ufffd", "é")  # noqa: E731
@@ -219,7 +230,7 @@ def test_side_by_side_opens_two_things(browser, server, tmp_path):
         log(folder, 1)
     with running(view_app(Runs(tmp_path), token=TOKEN), "127.0.0.1", 0) as url:
         look(browser, url, view="sides", run="base")
-        browser.until(f"{chosen} === 'val/six \u00b7 step 0,tuned,val/six \u00b7 step 0'")
+        browser.until(f"{chosen} === 'val/six,tuned,val/six'")
         look(browser, view="runs")
         heads = "[...document.querySelectorAll('#runs th')].map(e => e.textContent)"
         browser.until(f"{heads}.slice(-2).every(name => name.startsWith('accuracy on')) && {heads}.includes('reward')")
@@ -233,6 +244,7 @@ def test_every_answer_of_an_evaluation(tmp_path):
     lines = [line | {"id": "one"}, line]  # the first is stored whole
     runs, name = Runs(evaluation(tmp_path, lines, {"six": {"accuracy": 0.5}})), tmp_path.name
     assert list_rollouts(runs, name)["id"] == ["one", "one", "two"]
+    assert list_rollouts(runs, name)["step"] == [None] * 3  # of no run
     (last,) = show_rollouts(runs, name, [2])["items"]
     assert [turn["said"][0]["text"] for turn in last["turns"]] == ["look", "3"]
     assert (last["verdict"], last["question"], last["tokens"]) == ("right", "How many?", {"response": 7})

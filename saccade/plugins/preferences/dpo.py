@@ -9,6 +9,7 @@ computed once for all rows and cached under run.out, or in every step by a refer
 import gc
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -82,7 +83,9 @@ def run(config: Any) -> dict[str, Any]:
 
         def measure(dataset: Dataset, step: int, prefix: str) -> dict[str, float]:
             samples = this.quarantine.whole(dataset, family)
-            return with_prefix(job.trainer.measure(*prepare(samples)).means(), prefix)
+            found = with_prefix(job.trainer.measure(*prepare(samples)).means(), prefix)
+            ties = step == 0 and options.needs_reference  # the policy is still the reference
+            return found | {name: math.nan for name in found if ties and name.endswith("/accuracy")}
 
         task = offline_loop.Task(
             prepare=prepare, train=job.trainer.train_step, metrics=metrics, measure=measure, preparing="logp_ref"

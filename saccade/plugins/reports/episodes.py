@@ -16,7 +16,7 @@ from typing import Any
 from PIL import Image
 
 from saccade.plugins.reports.trajectories import read_trajectories, stored_steps
-from saccade.run.folder import TRAJECTORIES
+from saccade.run.folder import CONFIG, METRICS, RESULTS, TRAJECTORIES
 from saccade.run.metrics import RIGHT, WRONG
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ def stored_episodes(folder: Path, say: Callable[[str], object] = log.warning) ->
             by_question.setdefault((kind, record["id"]), []).append(record)
     notes = [f"The page holds the first {most:,} episodes of each set and step."] * cut
     album: dict[str, str] = {}
-    items, size = [], 0
+    items, size, no_step = [], 0, steps_beside(folder)
     for record in chain.from_iterable(by_question.values()):
         try:
-            items.append(episode_of(record, folder / TRAJECTORIES, album))
+            items.append(episode_of(record, folder / TRAJECTORIES, album) | no_step)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             say(f"{folder}: rollout {record['id']} cannot be shown and is left out ({type(error).__name__}: {error})")
             continue
@@ -62,6 +62,16 @@ def stored_episodes(folder: Path, say: Callable[[str], object] = log.warning) ->
     if _is_full(album):
         notes.append("Some images are left out: the page would be too large.")
     return {"items": items, "pictures": album, "note": " ".join(notes)}
+
+
+def is_evaluation(folder: Path) -> bool:
+    """Whether a folder is that of an evaluation, not of a run: it has results, or a config without metrics."""
+    return (folder / RESULTS).exists() or ((folder / CONFIG).exists() and not (folder / METRICS).exists())
+
+
+def steps_beside(folder: Path) -> dict[str, Any]:
+    """What replaces the step in the records of a folder: those of an evaluation are stored under 0, but have none."""
+    return {"step": None} if is_evaluation(folder) else {}
 
 
 def episode_of(record: Record, folder: Path, album: dict[str, str], *, tokens: bool = False) -> dict[str, Any]:
@@ -197,6 +207,6 @@ def _strip(advantage: Any) -> Any:
     """Advantages by token, at most STRIP of them: of each chunk the one farthest from 0."""
     if not isinstance(advantage, list):
         return advantage
-    size = -(-len(advantage) // STRIP)
+    size = max(1, -(-len(advantage) // STRIP))  # the index reads no values by token
     chunks = (advantage[start : start + size] for start in range(0, len(advantage), size))
     return [max((value or 0.0 for value in chunk), key=abs) for chunk in chunks]

@@ -10,7 +10,7 @@ from typing import Any
 
 from saccade.plugins.reports import report
 from saccade.plugins.reports.report_page import Cell, Estimate, Report, Table
-from saccade.run.folder import CONFIG, MANIFEST, METRICS, RESULTS
+from saccade.run.folder import MANIFEST, RESULTS
 
 PUBLISHED = {  # further metrics of some sets, and checks for what inflates a score
     "section_mean": ("mean of sections", True),
@@ -61,11 +61,6 @@ def write_eval_report(folder: Path) -> Path:
     return report.write_with_episodes(folder, eval_report(folder))
 
 
-def is_evaluation(folder: Path) -> bool:
-    """Whether a folder is that of an evaluation, not of a run: it has results, or a config without metrics."""
-    return (folder / RESULTS).exists() or ((folder / CONFIG).exists() and not (folder / METRICS).exists())
-
-
 def eval_report(folder: Path) -> Report:
     """The report of an evaluation, without its episodes."""
     said: list[str] = []
@@ -110,7 +105,7 @@ def _summary(results: Mapping[str, Mapping[str, Any]]) -> Table:
     columns = {n: (LABELS.get(n, n), True) for n in shares} | {n: (n, False) for n in scores}
     columns |= {n: about for n, about in (PUBLISHED | report.BESIDE_ACCURACY).items() if n in there}
     columns["items"] = ("items", False)
-    return _table(_kind(results), "set", results, columns, report.INTERVALS)
+    return report.with_note(_table(_kind(results), "set", results, columns))
 
 
 def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
@@ -122,13 +117,11 @@ def _tables(name: str, found: Mapping[str, Any]) -> Iterator[Table]:
             yield _table(f"{name}: {_kind(rows).lower()} {title}", first, rows, columns)
 
 
-def _table(
-    title: str, first: str, rows: Mapping[str, Any], columns: Mapping[str, tuple[str, bool]], note: str = ""
-) -> Table:
+def _table(title: str, first: str, rows: Mapping[str, Any], columns: Mapping[str, tuple[str, bool]]) -> Table:
     """Rows by their name; columns by metric: the label, and whether it is a share."""
     shares = {n: share for n, (_, share) in columns.items()}
     cells = ((name, *(report.estimate(row, n, share) for n, share in shares.items())) for name, row in rows.items())
-    return Table(title=title, columns=(first, *(label for label, _ in columns.values())), rows=tuple(cells), note=note)
+    return Table(title=title, columns=(first, *(label for label, _ in columns.values())), rows=tuple(cells))
 
 
 def _kind(rows: Mapping[str, Mapping[str, Any]]) -> str:

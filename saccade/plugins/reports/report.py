@@ -8,6 +8,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, groupby
 from pathlib import Path
@@ -15,12 +16,15 @@ from typing import Any
 
 import yaml
 
+from saccade.config import AlgorithmConfig
+from saccade.config.notation import write
+from saccade.config.schema.presets import cells_of
 from saccade.errors import ConfigError
 from saccade.plugins.reports.comparison import independent_difference
 from saccade.plugins.reports.diagnosis import advise_ahead, diagnose
 from saccade.plugins.reports.episodes import stored_episodes
 from saccade.plugins.reports.report_page import Cell, Chart, Curve, Estimate, Point, Report, Table, write_report
-from saccade.run.folder import CONFIG, MANIFEST, METRICS
+from saccade.run.folder import CHOSEN, CONFIG, MANIFEST, METRICS, leaves
 from saccade.run.loggers import read_metrics
 from saccade.run.metrics import MEASURE, QUARTERS, interval_of, validation_measures
 from saccade.run.statistics import Interval
@@ -99,7 +103,7 @@ def run_report(folder: Path) -> Report:
     return Report(
         title=folder.resolve().name,
         subtitle=subtitle_of(manifest),
-        facts=run_facts(rows, config),
+        facts=run_facts(folder, rows, config),
         notes=[*diagnose(rows).values(), *advise_ahead(rows, phases, config)],
         tables=before_after(rows),
         charts=charts_of(rows),
@@ -153,7 +157,7 @@ def read_file(file: Path, parse: Callable[[str], Any], say: Callable[[str], obje
         return {}
 
 
-def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
+def run_facts(folder: Path, rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
     """Tiles at the top of the page: results, steps, time, model, algorithm."""
     facts = {}
     names = dict.fromkeys(name for row in rows for name in row)
@@ -171,9 +175,21 @@ def run_facts(rows: Rows, config: Mapping[str, Any]) -> dict[str, str]:
         facts["training time"] = duration(seconds)
     facts["model"] = str(config["model"].get("path") or "—").rstrip("/").rsplit("/", 1)[-1]
     if "reward/mean" in names:
-        presets = config["algorithm"].get("preset")
-        facts["algorithm"] = presets if isinstance(presets, str) else " + ".join(presets or ())
+        facts["algorithm"] = _algorithm(folder, config["algorithm"].get("preset") or ())
     return facts
+
+
+def _algorithm(folder: Path, presets: str | Sequence[str]) -> str:
+    """The preset with its add-ons, then the given options that differ from it."""
+    names = [presets] if isinstance(presets, str) else [*presets]
+    parse = lambda text: named_sections(yaml.safe_load(text)).get("algorithm", {})  # noqa: E731
+    given = read_file(folder / CHOSEN, parse, lambda text: None)
+    own = dict(leaves(AlgorithmConfig().model_dump(mode="json")))
+    with suppress(ConfigError, ValueError):  # the preset of another version, or none
+        own |= dict(leaves(cells_of({**given, "preset": names})["algorithm"]))
+    changed = {name: value for name, value in leaves(given) if name != "preset" and own.get(name) != value}
+    shown = {name: write(value, flow=True).splitlines()[0].rpartition("/")[2] for name, value in changed.items()}
+    return ", ".join([" + ".join(names), *(f"{name}={value}" for name, value in shown.items())])
 
 
 def duration(seconds: float) -> str:
@@ -191,13 +207,19 @@ def before_after(rows: Rows) -> list[Table]:
         leaves = [leaf for _, leaf in pairs]
         if measured := [r for r in rows if any(r.get(f"val/{name}/{n}") is not None for n in leaves)]:
             steps.add((measured[0]["step"], measured[-1]["step"]))
-            lines += _compared(name, leaves, measured[0], measured[-1])
+            lines += _compared(name, leaves, measured[0] if len(measured) > 1 else {}, measured[-1])
     if not lines:
         return []
     first, last = steps.pop() if len(steps) == 1 else ("first", "last")
     steps_shown = (f"before (step {first})", f"after (step {last})", "change") if first != last else (f"step {last}",)
-    shown = tuple(line[: 2 + len(steps_shown)] for line in lines)
-    return [Table(title="Validation", columns=("set", "measure", *steps_shown), rows=shown, note=INTERVALS)]
+    shown = tuple(line if first != last else (*line[:2], line[3]) for line in lines)
+    return [with_note(Table(title="Validation", columns=("set", "measure", *steps_shown), rows=shown))]
+
+
+def with_note(table: Table) -> Table:
+    """The table with a note about its intervals, if it has some."""
+    known = any(isinstance(one, Estimate) and one.low is not None for row in table.rows for one in row)
+    return replace(table, note=INTERVALS) if known else table
 
 
 def estimate(row: Row, name: str, percent: bool, prefix: str = "") -> Estimate | None:
@@ -214,7 +236,7 @@ def _compared(name: str, leaves: Sequence[str], first: Row, last: Row) -> Iterat
         a, b = (estimate(row, metric, percent, f"val/{name}/") for row in (first, last))
         if metric in leaves:
             yield name, label, a, b, _change(a, b, tone=True)
-        elif a and b:
+        elif b and (a or not first):
             yield None, label, a, b, _change(a, b, tone=False)
 
 

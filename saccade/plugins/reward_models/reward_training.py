@@ -19,7 +19,7 @@ from saccade.errors import ConfigError
 from saccade.forest.batch import Batch
 from saccade.plugins.evaluation.eval_folder import begin_folder, missing
 from saccade.plugins.evaluation.results import add_rows, write_numbers
-from saccade.plugins.reports.eval_report import table_lines
+from saccade.plugins.reports.eval_report import table_lines, write_eval_report
 from saccade.plugins.reward_models.reward_card import RewardCard, read_card, write_card
 from saccade.plugins.reward_models.reward_losses import RewardLoss, StepsLoss, measured, train_ratings
 from saccade.plugins.reward_models.reward_rows import held_out, rows_of, with_prefix, with_statistics
@@ -136,7 +136,7 @@ def evaluate(config: Config, folder: Path, asked: Mapping[str, Any], summary: di
                 log.info(line)
             add_rows(folder, ({"set": name, **row, "extra": {"category": kinds[row["id"]]}} for row in pairs))
             write_numbers(folder, summary)
-        log.info(f"{RESULTS}, samples.jsonl are in {folder}")
+        log.info(f"{RESULTS}, samples.jsonl, {write_eval_report(folder).name} are in {folder}")
 
 
 def intervals(loss: RewardLoss, batches: Sequence[Batch], outputs: Sequence[np.ndarray]) -> dict[str, float]:

@@ -21,14 +21,14 @@ from fastapi.responses import HTMLResponse, Response
 
 from saccade.checks import why_ignored
 from saccade.errors import ConfigError
-from saccade.plugins.reports.episodes import episode_of, inside, question_of, thumbnail
-from saccade.plugins.reports.eval_report import eval_report, is_evaluation, read_facts, read_results, what_answered
+from saccade.plugins.reports.episodes import episode_of, inside, is_evaluation, question_of, steps_beside, thumbnail
+from saccade.plugins.reports.eval_report import eval_report, read_facts, read_results, what_answered
 from saccade.plugins.reports.report import read_numbers, read_options, run_facts, run_report
 from saccade.plugins.reports.report_page import page_with, plain
 from saccade.plugins.serving import http_server
 from saccade.plugins.serving.http_server import BadRequest, Gate, JsonReply, json_app
 from saccade.plugins.view.run_index import COLUMNS, Runs, stamp_of
-from saccade.run.folder import CONFIG, METRICS, RESULTS, TRAJECTORIES
+from saccade.run.folder import CONFIG, METRICS, RESULTS, TRAJECTORIES, leaves
 from saccade.system.disk import require_writable
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,8 @@ def list_runs(runs: Runs) -> list[Json]:
 def show_run(runs: Runs, run: str) -> Json:
     """The report of a run, and its options by their dotted names."""
     folder = _folder(runs, run)
-    options = dict(_flat(read_options(folder, _said_elsewhere))) if (folder / CONFIG).exists() else {}
+    found = leaves(read_options(folder, _said_elsewhere)) if (folder / CONFIG).exists() else ()
+    options = {name: json.dumps(value, ensure_ascii=False, default=str) for name, value in found}
     judged = is_evaluation(folder)
     report = replace((eval_report if judged else run_report)(folder), title=run)
     read = {name: value for name, value in options.items() if not (judged and why_ignored(name, "eval"))}
@@ -74,6 +75,7 @@ def list_rollouts(runs: Runs, run: str, seconds: float = inf) -> Json:
     folder = _folder(runs, run)
     rows = [one.row for one in runs.rollouts(folder, _after(seconds))]
     columns = {name: [row[index] for row in rows] for index, name in enumerate(COLUMNS)}
+    columns |= {name: [value] * len(rows) for name, value in steps_beside(folder).items()}
     return {**columns, "left_out": runs.left_out(folder)}
 
 
@@ -114,7 +116,7 @@ def _records(runs: Runs, folder: Path, at: Sequence[int]) -> Any:
     stored = runs.rollouts(folder, lambda found: len(found) > max(at, default=-1))
     if max(at, default=-1) >= len(stored):
         raise BadRequest("at", f"{max(at)} is none of the {len(stored)} rollouts, which are counted from 0")
-    return runs.records([stored[place] for place in at])
+    return ({**record, **steps_beside(folder)} for record in runs.records([stored[place] for place in at]))
 
 
 def _brief(record: Mapping[str, Any], folder: Path) -> Json:
@@ -136,19 +138,11 @@ def _facts(folder: Path, metrics: tuple[int, int], results: tuple[int, int]) -> 
         return facts | ({"model": answered["model"]} if answered.get("model") else {})
     config, rows = read_options(folder, _said_elsewhere), read_numbers(folder, _said_elsewhere)
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
-    return run_facts(rows, config) | ({"reward": f"{rewards[-1]:.3f}"} if rewards else {})
+    return run_facts(folder, rows, config) | ({"reward": f"{rewards[-1]:.3f}"} if rewards else {})
 
 
 def _said_elsewhere(text: str) -> None:
     """Ignores messages about what is left out of a run: its report shows them."""
-
-
-def _flat(options: Mapping[str, Any], before: str = "") -> Any:
-    for name, value in options.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield before + name, json.dumps(value, ensure_ascii=False, default=str)
 
 
 # -- a server --------------------------------------------------------------------------------------

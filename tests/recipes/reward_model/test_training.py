@@ -22,6 +22,7 @@ from saccade.plugins.reward_models.reward_losses import RatingLoss, StepsLoss
 from saccade.plugins.reward_models.reward_rows import rows_of
 from saccade.recipes import model_setup
 from saccade.run.statistics import mean_interval, wilson
+from tests.browser import page_data
 from tests.public_sets import write_all
 from tests.recipes.reward_model.judged import DEEP, MARK, PROCESS, scores_of
 
@@ -61,7 +62,8 @@ def test_eval_of_a_reward_model_judges_the_rows(trained, deep, config, rows, tmp
     for key in ("loss", "gap", "mean", "std"):
         assert found[key] == pytest.approx(last[f"val/{name}/{key}"], rel=1e-5)
     facts = {"model": str(trained), "prompt": "direct"}
-    assert eval_report(out).facts == facts and load(out / "config.yaml") == load(options)
+    assert page_data(out / "report.html")["facts"] == eval_report(out).facts == facts
+    assert load(out / "config.yaml") == load(options)
     lines = [row for row in read_lines(out / "samples.jsonl") if row["set"] == name]
     gaps = [row["chosen"]["preference"] - row["rejected"]["preference"] for row in lines]
     assert len(gaps) == 12 and np.mean(gaps) == pytest.approx(found["gap"], rel=1e-5)
