@@ -70,8 +70,8 @@ def run_all(
     are killed; the next call restarts them.
     """
     results = out / "results"
-    for folder in (results, stored):
-        folder.mkdir(parents=True, exist_ok=True)
+    results.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(results, stored, dirs_exist_ok=True)
     named = {job.name: job for job in jobs}
     waiting = {name: job for name, job in named.items() if not (results / f"{name}.json").exists()}
     for job in [*waiting.values()]:  # a parent with a result but without a checkpoint runs again

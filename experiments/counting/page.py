@@ -93,7 +93,7 @@ def write_page(
     (images / f"{name}-seconds.svg").write_text(picture(curves, "val/same/accuracy", "seconds", smooth=1))
     runs = [run for arm, seeds in found.items() if "_" in arm for run in seeds.values()]
     text = text.format(
-        summary=summary(found, largest, new),
+        summary=summary(found, sizes, new),
         items=max((run["curves"]["val/same/items"][-1][2] for run in runs), default=0),
         seconds=f"{np.median([run['seconds'] for run in runs]):.0f}" if runs else "no",
         largest=f"{largest:,}",
@@ -154,11 +154,15 @@ def trial(arm: str, runs: Found, new: list[str]) -> list[str]:
     return [f"`{arm}`", mean_of(mean_over(runs, ["same"])), mean_of(mean_over(runs, new)), steps]
 
 
-def summary(found: Mapping[str, Found], size: int, new: list[str]) -> str:
-    """The findings in one paragraph, with numbers."""
+def summary(found: Mapping[str, Found], sizes: list[int], new: list[str]) -> str:
+    """The findings in one paragraph, with numbers: with the fewest questions and with the most."""
+    return " ".join(_finding(found, size, new) for size in (*sizes[:1], *sizes[1:][-1:])) or "Nothing was run."
+
+
+def _finding(found: Mapping[str, Found], size: int, new: list[str]) -> str:
     said = [
         f"{label} {mean_of(mean_over(runs, ['same']))} % like training and {mean_of(mean_over(runs, new))} % elsewhere"
         for arm, label in ARMS.items()
         if (runs := found.get(f"{arm}_{size}"))
     ]
-    return f"With {size:,} training questions: {'; '.join(said)}." if said else "Nothing was run."
+    return f"With {size:,} training questions: {'; '.join(said)}."
