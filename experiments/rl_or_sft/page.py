@@ -26,8 +26,8 @@ picture.
 - SFT on worked answers: the same questions with what is seen, then the answer:
   `<think> red blue </think><answer> 2 </answer>`, as in the cold start: 240 steps of 64.
 
-Each arm trains on 15,360 sequences, which RL takes in a quarter of the optimizer steps. Of all validated steps (three of
-each run), that counts which does best on {items:.0f} further pictures.
+Each arm trains on 15,360 sequences, which RL takes in a quarter of the optimizer steps. Of all validated steps (three
+of each run), that counts which does best on {items:.0f} further pictures.
 
 ## With how many questions
 

@@ -181,7 +181,7 @@ class Outputs:
         # A stop string has at most one token per byte; a few more cover the start of its first one.
         window = max(len(text.encode()) for text in stop) + 8
         new = chat.decode(self.of(sequence)[max(0, sequence.searched + 1 - window) :], special=True)
-        there = any(end in new for end in stop)  # usually not
+        there = any(end in new or "\ufffd" in end for end in stop)  # the sign of half a character
         for length in range(sequence.searched + 1, sequence.sampled + 1) if there else ():
             text = chat.decode(self.of(sequence)[max(0, length - window) : length], special=True)
             if any(end in text for end in stop):
