@@ -150,6 +150,18 @@ def test_init_finds_pictures_in_a_column_of_another_name_and_names_arguments(tmp
     assert "qa rows, each with an image" in out.read_text()
 
 
+def test_init_takes_the_names_of_columns(tmp_path, described):
+    data, out, described = str(tmp_path / "own.jsonl"), str(tmp_path / "run.yaml"), str(described)
+    Path(data).write_text('{"query_text": "2+2?", "gt": "4"}\n')
+    named = ["data.keys.prompt=query_text", "data.keys.answer=gt"]
+    assert "own.jsonl: columns gt, query_text belong to no known format" in run("init", described, data).stderr
+    assert run("init", described, data).stderr.endswith(f"name them: {' '.join(named)}\n")
+    refused = run("init", described, data, "train.lr=1", "--out", out)
+    assert refused.exit_code == 2 and "train.lr=1: init takes data.keys.ROLE=COLUMN" in refused.stderr
+    assert run("init", described, data, *named, "--out", out).exit_code == 0
+    assert load(out).data.keys == {"prompt": "query_text", "answer": "gt"}
+
+
 def test_init_names_the_commands_of_rows_without_an_answer(tmp_path, described, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = {
