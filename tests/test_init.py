@@ -48,6 +48,7 @@ def test_init_writes_a_config_that_loads(tmp_path, described, counting):
     config = load(out)
     check(config, "rl")
     assert config.reward.terms[0].verifier == "count"
+    assert config.train.prompts_per_step == 24  # there are no more rows
     assert "# format: easyr1" in out.read_text() and config.data.format == "auto"
     for line in out.read_text().splitlines():
         assert "#" in line or line.endswith(":")

@@ -85,6 +85,7 @@ def write_config(model: Path, data: Path, out: Path, device: str | None = None, 
         keys={**named, "data_source": column} if column else named,
         budgets=pixel_budgets(str(model), _first_image(data, named)) if images else (),
         rewards=rewards,
+        prompts=min(32, rows),
         played=rewards.get("", ("",))[0] == "sokoban" and not images,  # move by move
         gpus=1 if device else devices.count(),
     )
