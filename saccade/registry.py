@@ -118,6 +118,7 @@ PLUGINS: tuple[tuple[str, str, str], ...] = (
     ("file_kinds", "containers.table_files", ".csv=csv_rows .parquet=parquet_rows .arrow=arrow_rows"),
     ("overlong", "overlong.shorten", "shrink drop_turns truncate_text"),
     ("set_checks", "check_data.unused_media", "unread_media=refuse_unread"),
+    ("set_checks", "check_data.option_numbers", "option_numbers=read_as_indices"),
     ("verifiers", "sokoban.sokoban_verifier", "sokoban=VERIFIER"),
     ("verifiers", "reward_models.reward_model_term", "model=MODEL"),
     ("verifiers", "verifiers.maths:ROWS", "math geo3k"),

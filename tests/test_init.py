@@ -48,6 +48,7 @@ def test_init_writes_a_config_that_loads(tmp_path, described, counting):
     config = load(out)
     check(config, "rl")
     assert config.reward.terms[0].verifier == "count"
+    assert config.train.prompts_per_step == 24  # there are no more rows
     assert "# format: easyr1" in out.read_text() and config.data.format == "auto"
     for line in out.read_text().splitlines():
         assert "#" in line or line.endswith(":")
@@ -148,6 +149,18 @@ def test_init_finds_pictures_in_a_column_of_another_name_and_names_arguments(tmp
     term = load(out).reward.terms[0]
     assert (term.verifier, term.args) == ("math", {"gold_unparseable": "string"})
     assert "qa rows, each with an image" in out.read_text()
+
+
+def test_init_takes_the_names_of_columns(tmp_path, described):
+    data, out, described = str(tmp_path / "own.jsonl"), str(tmp_path / "run.yaml"), str(described)
+    Path(data).write_text('{"query_text": "2+2?", "gt": "4"}\n')
+    named = ["data.keys.prompt=query_text", "data.keys.answer=gt"]
+    assert "own.jsonl: columns gt, query_text belong to no known format" in run("init", described, data).stderr
+    assert run("init", described, data).stderr.endswith(f"name them: {' '.join(named)}\n")
+    refused = run("init", described, data, "train.lr=1", "--out", out)
+    assert refused.exit_code == 2 and "train.lr=1: init takes data.keys.ROLE=COLUMN" in refused.stderr
+    assert run("init", described, data, *named, "--out", out).exit_code == 0
+    assert load(out).data.keys == {"prompt": "query_text", "answer": "gt"}
 
 
 def test_init_names_the_commands_of_rows_without_an_answer(tmp_path, described, monkeypatch):

@@ -9,6 +9,7 @@ engines or torch.
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import reduce
@@ -297,12 +298,13 @@ def _leaves(key: str, given: Any) -> list[str]:
 def unknown_key(key: str) -> str:
     """The message about an unknown key, with a suggestion: by names of other systems, or by similarity."""
     above, _, leaf = key.rpartition(".")
-    entry, _, index = above.rpartition(".")
-    inside = get_args(_kind(entry)) if index.isdigit() else ()
+    entry, _, part = re.sub(r"\.\d+\.", "\n", key, count=1).partition("\n")
+    inside = get_args(_kind(entry)) if part else ()
     if inside and hasattr(inside[0], "model_fields"):  # an entry of a list
-        keys = inside[0].model_fields
-        meant = difflib.get_close_matches(leaf, keys, n=1)
+        keys, shared = inside[0].model_fields, f"{entry.rpartition('.')[0]}.{part}"
+        meant = difflib.get_close_matches(part, keys, n=1)
         hint = f"did you mean {meant[0]!r}?" if meant else f"expected one of {', '.join(keys)}"
+        hint = hint if _kind(shared) is None else f"write {shared}, which holds for all of {entry}"
     else:
         above = new if (new := other_names()[0].get(above)) and new not in dict(options()) else above  # a section
         instead, option = other_names()[1], meant_by(f"{above}.{leaf}".lstrip("."))

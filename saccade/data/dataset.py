@@ -100,7 +100,7 @@ class Dataset:
             f"rows over {self.limit} left out": len(self.overlong),
             "rows shortened": self.shortened,
             "rows left out by the mapping": self.filtered,
-            "rows got a suffix, as another one has the same id": self.renamed,
+            "rows got a suffix, as another one has the same id or, without ids, the same content": self.renamed,
         }
         counts |= Counter(f"rows left out: {row.reason}" for row in self.left_out)
         lines += [f"{n} {what.replace('rows', 'row', 1) if n == 1 else what}" for what, n in counts.items() if n]

@@ -39,7 +39,7 @@ FILE_NAME = re.compile(r".+\.\w{2,5}")
 LONGEST_NAME = 1024  # longest file name; longer text is the file's content
 # By data.overlong: (sample, function that counts tokens, limit) → a sample that fits, or None.
 POLICIES: Table[Callable[..., Sample | None]] = Table("overlong", {"drop": lambda sample, length, limit: None})
-# Called as (path, first rows, format, data.keys) for a set in which no media were found; they raise DataError.
+# Called as (path, first rows, format, data.keys, samples, whether media were found); they raise DataError.
 SET_CHECKS: Table[Callable[..., None]] = Table("set_checks", {})
 
 
@@ -171,9 +171,8 @@ class _Reader:
             except ConfigError as error:  # a template that refuses this row, or every row
                 bad = self._exclude(row, name, number, str(error))
                 self.refused = self.refused or f"{error} ({bad.id}, row {number} of {name})"
-        if self.kinds.total() == seen and mapping == "none":
-            for check in SET_CHECKS.values():
-                check(source.path, readable, format, self.config.keys)
+        for check in SET_CHECKS.values() if mapping == "none" else ():
+            check(source.path, readable, format, self.config.keys, self.samples[start:], self.kinds.total() > seen)
         facts: dict[str, Any] = {"name": name, "format": format.name, "weight": source.weight, "path": source.path}
         return Part(start=start, stop=len(self.samples), rows=next(numbers) - passed - 1, **facts)
 

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from typing import Any, cast
 
 import numpy as np
@@ -86,6 +86,8 @@ SHARED_COLUMNS: Mapping[str, tuple[str, ...]] = {
 COMPARED = ("chosen", "rejected", "output", "label")
 # Roles of media columns.
 MEDIA_ROLES = {kind.columns[0]: name for name, kind in KINDS.items()}
+# How names of columns begin that probably hold a role.
+LIKELY = {"prompt": "prompt|quer|question|text", "answer": "answer|gt|label|gold|truth", "images": "image|img|pic"}
 ROLES = ("prompt", "answer", *MEDIA_ROLES, "id", "data_source", "choices", "system", *COMPARED)
 
 
@@ -127,8 +129,9 @@ def detect(columns: Collection[str], config: DataConfig, name: str = "data") -> 
     if len(found) == 1:
         return found[0]
     if not found:
-        hint = "name them, for example data.keys.prompt=text data.keys.answer=label"
-        raise DataError(f"{name}: columns {listed} belong to no known format ({', '.join(FORMATS)}); {hint}")
+        like = {r: [c for c in columns if re.search(rf"(?i)(?<![a-z])(?:{w})", c)] for r, w in LIKELY.items()}
+        hint = " ".join(f"data.keys.{r}={min(c, default='COLUMN')}" for r, c in like.items() if c or r != "images")
+        raise DataError(f"{name}: columns {listed} belong to no known format ({', '.join(FORMATS)}); name them: {hint}")
     fitting = f"several formats: {', '.join(format.name for format in found)}"
     raise DataError(f"{name}: columns {listed} fit {fitting}; choose one, for example data.format={found[0].name}")
 
@@ -160,8 +163,11 @@ def read_row(
     count = sum(isinstance(piece, MediaSource) for _, pieces in turns for piece in pieces)
     if count > config.max_images:
         raise RowError(f"{count} images, data.max_images is {config.max_images}")
-    choices = _choices(values["choices"])
     used = {column for column, _ in fields.values()}
+    lettered = [*takewhile(lambda name: name not in used and isinstance(row.get(name), str | int | float), LETTERS)]
+    if lettered[1:] and values["choices"] is None and "choices" not in config.keys and not format.candidates:
+        values["choices"], used = [row[name] for name in lettered], used.union(lettered)
+    choices = _choices(values["choices"])
 
     def opened(piece: Any) -> Any:
         if not isinstance(piece, MediaSource):
@@ -281,12 +287,13 @@ def _choices(value: Any) -> tuple[str, ...]:
 def _gold(value: Any, gold: Callable[[str], str], choices: tuple[str, ...]) -> str | tuple[str, ...] | None:
     if isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value):
         return tuple(gold(item) for item in value)
-    if value is None or isinstance(value, str):
-        return None if value is None else gold(value)
-    is_index = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(choices)
-    if is_index and str(value) not in choices:
-        return LETTERS[value]
-    return json.dumps(json_data(value), ensure_ascii=False)
+    if value is None:
+        return None
+    text = gold(value) if isinstance(value, str) else json.dumps(json_data(value), ensure_ascii=False)
+    # The text 4 may mean the option "4 cm".
+    options = re.findall(r"\d+(?:\.\d+)?", " ".join(choices)) if isinstance(value, str) else choices
+    is_index = text in map(str, range(len(choices))) and text not in options
+    return LETTERS[int(text)] if is_index else text
 
 
 def _extra(row: Mapping[str, Any], used: Collection[str], format: Format) -> dict[str, Any]:

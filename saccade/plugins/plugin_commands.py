@@ -55,6 +55,7 @@ def quickstart(
 def init(
     model: Annotated[Path, typer.Argument(help="Hugging Face model folder, or tiny:FAMILY.")],
     data: Annotated[Path, typer.Argument(help="Data file.")],
+    keys: Annotated[list[str] | None, typer.Argument(metavar="data.keys.ROLE=COLUMN", show_default=False)] = None,
     out: Annotated[Path, typer.Option(metavar="FILE", help="Config to write.")] = Path("run.yaml"),
     device: Annotated[
         str | None, typer.Option(help="One GPU that it should fit, such as H100; else all of this machine.")
@@ -63,7 +64,7 @@ def init(
     """Write a commented run.yaml for a model folder and a data file, with sizes that fit the GPUs of this machine."""
     from saccade.plugins.init.init_config import advice, write_config
 
-    if note := write_config(model, data, out, device):
+    if note := write_config(model, data, out, device, keys or ()):
         print(note)
     print(f"wrote {out}; next: {advice(out)}")
 

@@ -39,6 +39,9 @@ def wording(config: Config, *, choices_seed: int = 0) -> Callable[[Sample], Samp
         own = prompts.instruction_for(str(prompt.format)) if prompt.instruction is None else str(prompt.instruction)
         return prompt, " ".join(filter(None, [own, tools]))
 
+    for source in config.prompt.format if isinstance(config.prompt.format, dict) else ("default",):
+        asked(source)  # refuses an unknown format before any row is read
+
     def word(sample: Sample) -> Sample:
         prompt, instruction = asked(sample.data_source)
         return prompts.apply(sample, prompt, instruction=instruction, choices_seed=choices_seed)

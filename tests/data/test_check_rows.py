@@ -148,10 +148,33 @@ def test_check_data_counts_rows_that_repeat_or_lack_an_answer(jsonl):
     path = jsonl(rows)
     result = run("check-data", path, f"data.val={path}", "reward.terms=[exact]")
     assert "duplicate ids  4, and 6 rows got a suffix" in result.stdout
+    assert "note           rows that repeat an earlier one exactly: 6\n" in result.stdout
     assert "2 different rows of data.val are in data.train" in result.stdout
     assert "4 of 10 rows have no answer, and exact abstains" in result.stdout
     result = run("check-data", jsonl([rows[0], rows[-1] | {"answer": []}]), "reward.terms=[exact]")
     assert "1 of 2 rows have no answer, and exact abstains" in result.stdout
+
+
+def test_whole_numbers_beside_choices_count_from_0(jsonl, caplog):
+    caplog.set_level("INFO")
+    rows = [{"question": f"{n}?", "choices": ["red", "blue", "green"], "answer": n} for n in (1, 2, 2, 3)]
+    result = run("check-data", jsonl(rows, "one.jsonl"), "reward.terms=[choice]")
+    assert result.exit_code == 2
+    assert "one.jsonl: its answers seem to count the options from 1: 1 times it" in result.stderr
+    shifted = jsonl([row | {"answer": str(row["answer"] - 1)} for row in rows], "nil.jsonl")
+    assert run("check-data", shifted, "reward.terms=[choice]").exit_code == 0
+    assert "nil.jsonl: answers are indices into choices: 0 = A (1 row), 1 = B (2 rows), 2 = C (1 row)" in caplog.text
+    caplog.clear()
+    letters = run("check-data", jsonl([row | {"answer": "B"} for row in rows]), "reward.terms=[choice]")
+    assert letters.exit_code == 0 and "indices" not in caplog.text
+    mixed = run("check-data", jsonl([*rows, rows[0] | {"answer": 0}]), "reward.terms=[choice]")
+    assert mixed.exit_code == 2 and "write the letter of one (A is the first), or its text" in mixed.stdout
+
+
+def test_check_data_names_an_unknown_prompt_format_without_a_row(jsonl):
+    rows = jsonl([{"question": "1+1?", "answer": "2"}])
+    result = run("check-data", rows, "prompt.format=xml", "model.path=tiny:qwen2_5_vl")
+    assert result.stderr.startswith("prompt.format=xml: unknown; choose one of think_") and "row" not in result.stderr
 
 
 def test_check_data_lists_bad_rows_and_writes_the_good_ones(counting, tmp_path):

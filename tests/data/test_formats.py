@@ -100,6 +100,7 @@ def test_ambiguous_and_unknown_columns_formats_and_roles_are_refused():
     assert detect({"problem", "solution", "answer"}, chosen).name == "r1v"
     for columns, options, error, said in (
         ({"text", "label"}, {}, DataError, "columns label, text belong to no known format"),
+        ({"gt", "id", "pic", "length"}, {}, DataError, "prompt=COLUMN data.keys.answer=gt data.keys.images=pic$"),
         ({"prefix", "chosen"}, {}, DataError, "no known format"),
         ({"question"}, {"format": "csv"}, ConfigError, "unknown; choose auto, messages"),
         ({"question"}, {"keys": {"gold": "question"}}, ConfigError, r"data.keys.gold: unknown role"),
@@ -243,6 +244,15 @@ def test_choices(read):
     assert read(question | {"answer": "B"}).choices == ("red", "blue", "green")
     assert read(question | {"answer": 1}).answer == "B"
     assert read({"question": "?", "answer": 2, "choices": [1, 2, 3]}).answer == "2"
+    assert read(question | {"answer": "1"}).answer == "B"  # as from CSV
+    assert [read(question | {"answer": other}).answer for other in ("3", "01", -1, True, 1.0)] == [
+        "3", "01", "-1", "true", "1.0"
+    ]  # fmt: skip
+    assert read({"question": "?", "answer": "2", "choices": ["2 cm", "3 cm", "4 cm"]}).answer == "2"
+    lettered = read({"question": "?", "A": "red", "B": 7, "C": None, "D": "x", "answer": "B"})
+    assert (lettered.choices, lettered.answer, lettered.extra) == (("red", "7"), "B", {"C": None, "D": "x"})
+    assert read({"question": "?", "A": "red", "answer": "B"}).extra == {"A": "red"}
+    assert read({"question": "?", "A": "red", "B": "blue"}, keys={"choices": ""}).choices == ()
     assert read({"question": "?", "options": {"A": "x", "B": "y"}}).choices == ("x", "y")
     assert read({"question": "?", "options": '["x", "y"]'}).choices == ("x", "y")
     unused = read({"question": "?", "options": "verbose"}, keys={"choices": ""})

@@ -116,6 +116,9 @@ def test_what_is_not_there_is_named(tmp_path, jsonl):
         rows(tmp_path / "gone.jsonl")
     with pytest.raises(DataError, match=r"no/such does not exist.*allow_network"):
         rows("no/such")
+    (tmp_path / "classes" / "3").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"holds no data file.* pictures need a metadata\.jsonl .*file_name"):
+        rows(tmp_path / "classes")
     with pytest.raises(DataError, match="single file and has no split 'train'"):
         rows(jsonl(ROWS), split="train")
 

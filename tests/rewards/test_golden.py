@@ -77,7 +77,7 @@ def test_what_a_format_renders_passes_its_own_check(name):
     ("iou", {"mode": "dice"}, "mode is iou, giou, set, map, mask or iou@"),
     ("iou", {"mode": "iou@2"}, "mode is iou"),
     ("iou", {"mode": "set", "dice": True}, "dice is for mode iou or mask, not 'set'"),
-    ("overlong", {"buffer": 0}, "0 < buffer < 2048"),
+    ("overlong", {}, "0 < buffer < 2048 .the token limit., such as {verifier: overlong, args: {buffer: 512}}"),
     ("length", {}, "either target"),
     ("sokoban", {}, "solved at its start"),
     ("hybrid", {"rule": "maths"}, "rule is auto, choice, math.*not 'maths'"),

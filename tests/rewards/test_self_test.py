@@ -99,6 +99,21 @@ def test_what_else_passes():
     assert (none.passed, none.rows, none.skipped) == (True, 0, ("count (default): no row has an answer",))
 
 
+def test_a_reward_that_is_not_higher_for_right_answers_is_refused():
+    count, wordy = {"verifier": "count"}, {"verifier": "length", "args": {"target": 64}}
+    for terms, told in (
+        ([count | {"weight": -1}], r"gets the reward -1 and a wrong one 0 on 2 of 2 rows \(count: weight -1\)"),
+        ([count | {"weight": 0}], "gets the reward 0 and a wrong one 0"),
+        ([count | {"weight": 0}, "format:think_answer"], "gets the reward 1 and a wrong one 1"),
+    ):
+        with pytest.raises(SelfTestError, match=f"{told}.*give count a weight above 0"):
+            require(result_of(rows("7", "8"), terms), "strict")
+    repeats = {"verifier": "repetition", "weight": 0.5, "shaping": False}
+    overlong = {"verifier": "overlong", "args": {"buffer": 8}}
+    assert result_of(rows("7", "8"), [count, wordy | {"weight": -0.2, "shaping": False}, repeats, overlong]).passed
+    assert result_of(rows("7", "8"), [count | {"weight": 0}, {"verifier": "exact"}]).passed
+
+
 def test_a_verifier_that_does_not_fit_the_answers_is_refused(caplog):
     result = result_of(rows("3.5", "7.25"), ["count"])
     assert [f.case.sample.id for f in result.failures] == ["row-0", "row-1"]

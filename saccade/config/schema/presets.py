@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from saccade.config.notation import other_names
 from saccade.errors import ConfigError
 from saccade.registry import Table
 
@@ -82,6 +83,7 @@ def unknown(field: str, name: str, expected: Iterable[str]) -> ConfigError:
     names = list(expected)
     if not names:
         return ConfigError(f"{field}={name}: no such function; write file.py:name")
-    near = get_close_matches(name.lower().replace(" ", ""), names, n=1, cutoff=0.5)
+    ours = other_names()[2].get(f"{field}={name}".lower())
+    near = [ours] if ours else get_close_matches(name.lower().replace(" ", ""), names, n=1, cutoff=0.5)
     guess = f"did you mean {near[0]!r}? Expected" if near else "expected"
     return ConfigError(f"{field}={name}: no such name; {guess} one of {', '.join(names)}")

@@ -21,7 +21,7 @@ from saccade import checks
 from saccade.config import Config, DataConfig, DataSource
 from saccade.config import load as load_config
 from saccade.data.datasets import BadRow, Dataset, leave_out, load
-from saccade.data.records import json_data
+from saccade.data.records import content_hash, json_data
 from saccade.errors import ConfigError, DataError, SelfTestError
 from saccade.media import kinds
 from saccade.media.images import ImageError
@@ -157,6 +157,8 @@ def check_data(
     samples = [sample for part in good.values() for sample in part]
     tokens = [] if length is None else [length(sample) for sample in samples]
     measured = (*np.percentile(tokens, (0, 50, 95, 100)), np.mean(tokens)) if tokens else ()
+    copies = sum(len(part) - len({content_hash(sample) for sample in part}) for part in good.values())
+    repeats = f"rows that repeat an earlier one exactly: {copies}" if copies else None
     unknown = "; ".join(unknown_words(family, [*map(ask, samples)]) or ()) if family else None
     return Report(
         rows=rows,
@@ -177,7 +179,7 @@ def check_data(
         answerless=sum(bool(s.candidates) or "level" in s.extra for s in samples),
         lengths=dict(zip(LENGTHS, map(float, measured), strict=False)),
         histogram=tuple(sorted(Counter(1 << max(0, count - 1).bit_length() for count in tokens).items())),
-        notes=tuple(filter(None, [_wordless(samples), unknown])),
+        notes=tuple(filter(None, [repeats, _wordless(samples), unknown])),
         self_test=_test_rewards(config, samples) if config.reward.given else None,
         samples=good,
     )

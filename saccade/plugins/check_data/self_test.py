@@ -2,6 +2,7 @@
 
 Tests the raw outcome term: the gold answer, written in the response format, must score the maximum; an
 empty response and the gold of a row with another answer must score the minimum, with few abstentions.
+Then the combined reward: it must be higher for the gold than for the wrong answer.
 Other terms fail the test only if they raise errors most of the time. A judge may err on a few responses,
 as two different golds may mean the same.
 """
@@ -21,7 +22,7 @@ from saccade.plugins.verifiers.numbers import single_number
 from saccade.rewards.combine import RewardRecipe, Scored, Term
 from saccade.rewards.reward_sample import RewardSample, reward_sample
 from saccade.rewards.scorer import Scorer
-from saccade.rewards.verifiers import DEADLINE_OPTION, FORMATS, VERIFIERS, has_gold, split_name
+from saccade.rewards.verifiers import DEADLINE_OPTION, FORMATS, SERVICES, VERIFIERS, has_gold, split_name
 from saccade.types import Sample
 
 SHOWN = 5  # most failures that a message lists
@@ -160,8 +161,7 @@ def _test(scorer: Scorer, samples: Sequence[Sample], format: str, count: int, *,
             asked += _cases(row, golds[index:] + golds[:index], recipe, render)
     cases, ended = _scored(scorer, asked)
     found, tested = tuple(_failures(cases, format)), sum(case.kind == "gold" for case in cases)
-    idle = tuple(skipped)
-    return SelfTest(passed=not found, rows=tested, failures=found, skipped=idle, ended=ended, format=format)
+    return SelfTest(passed=not found, rows=tested, failures=found, skipped=tuple(skipped), ended=ended, format=format)
 
 
 def _cases(row: Sample, texts: Sequence[str], recipe: RewardRecipe, render: Callable[[str], str]) -> Iterator[Unscored]:
@@ -234,7 +234,9 @@ def _failures(cases: Cases, format: str) -> list[Failure]:
         failures += abstaining
         if not (abstaining or verifier in broken) or split_name(verifier) is None:
             failures += _misjudged(verifier, own, format)
-    return failures
+    sources = dict.fromkeys(case.sample.data_source for case in cases)
+    parts = [[case for case in cases if case.sample.data_source == source] for source in sources]
+    return failures or [failure for part in parts for failure in _unrewarded(part)]
 
 
 def _called(verifier: str) -> str:
@@ -283,7 +285,7 @@ def _abstaining(verifier: str, cases: Cases) -> list[Failure]:
     unreadable = first.scored.reason.startswith("gold_unparseable") and split_name(verifier) is None
     if unreadable:
         begins = f"{verifier} cannot read these golds, such as {first.sample.answer!r}; it abstains"
-        ends = f"; {_fitting(verifier, [gold for case in cases for gold in case.sample.golds])}"
+        ends = f"; {_fitting(verifier, cases)}"
     text = (
         f"{begins} from the right answer of {lost['gold']} of {asked['gold']} rows and from a "
         f"wrong answer of {lost['foreign']} of {asked['foreign']}, first in row "
@@ -293,9 +295,11 @@ def _abstaining(verifier: str, cases: Cases) -> list[Failure]:
     return [Failure(verifier=verifier, case=first, text=text, cases=count, advised=unreadable)]
 
 
-def _fitting(verifier: str, golds: Sequence[str]) -> str:
+def _fitting(verifier: str, cases: Cases) -> str:
     """Advice: a verifier or format that fits these golds."""
-    numbers = [single_number(gold) is not None for gold in golds]
+    numbers = [single_number(gold) is not None for case in cases for gold in case.sample.golds]
+    if verifier == "choice" and any(case.sample.choices for case in cases):
+        return "where rows list their choices, write the letter of one (A is the first), or its text"
     if verifier in ("iou", "point"):
         return "write them as boxes, such as [10, 20, 50, 80]"
     if verifier == "number" and any(numbers):
@@ -331,3 +335,24 @@ def _misjudged(verifier: str, cases: Cases, format: str) -> list[Failure]:
             wrong.append(Failure(verifier=verifier, case=case, text=text))
         failures += wrong if len(wrong) > tolerated * len(asked) else []
     return failures
+
+
+def _unrewarded(cases: Cases) -> Iterator[Failure]:
+    """A failure if the combined reward of a source is not higher for most right answers than for wrong ones, though the
+    outcome is. Shaping and learned scores may do that; a closed gate or a factor of 0 may make both equal.
+    """
+    recipe, term = cases[0].recipe, cases[0].term
+    if any(one.kind == "shaping" or one.uses_model or one.verifier in SERVICES for one in recipe.terms):
+        return
+    right, wrong = ({c.sample.id: c.scored for c in cases if (c.kind == "gold") is gold} for gold in (True, False))
+    pairs = [(right[id], scored) for id, scored in wrong.items()]  # of two wrong ones the foreign, which comes last
+    known = [(a, b) for a, b in pairs if a.status == b.status == "ok" and (a.outcome or 0.0) > (b.outcome or 0.0)]
+    least = SCORE_TOLERANCE if recipe.gate is None and recipe.combination == "weighted_sum" else 0.0
+    lost = [(a.reward, b.reward) for a, b in known if (a.reward or 0.0) < (b.reward or 0.0) + least]
+    if len(lost) > TOLERANCE * len(known):
+        text = (
+            f"a right answer gets the reward {lost[0][0]:g} and a wrong one {lost[0][1]:g} on {len(lost)} of "
+            f"{len(known)} rows ({', '.join(f'{one.name}: weight {one.weight:g}' for one in recipe.terms)}); give "
+            f"{term.name} a weight above 0 that outweighs the others, such as 1"
+        )
+        yield Failure(verifier=term.verifier, case=cases[0], text=text, cases=len(lost), advised=True)

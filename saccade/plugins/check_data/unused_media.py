@@ -24,10 +24,12 @@ NAMES = {kind: re.compile(rf"(?is)data:{kind}/|\S.{{0,1000}}\.(?:{end})\Z") for 
 ENCODED = "iVBORw0KGgo", "/9j/", "R0lGOD"  # images in base64
 REST = "extra"  # further columns of a row that saccade wrote; its media were checked before
 
+Rows = Iterable[Mapping[str, Any]]
 
-def refuse_unread(path: str, rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]) -> None:
-    """Raise DataError if the set at `path` has such a column; the message says how to use or to ignore it."""
-    if found := unread_media(rows, format, keys):
+
+def refuse_unread(path: str, rows: Rows, format: Format, keys: Mapping[str, str], samples: Any, media: bool) -> None:
+    """Raise DataError if the set at `path` has such a column and no `media`; says how to use or to ignore it."""
+    if not media and (found := unread_media(rows, format, keys)):
         column, role = found
         key = f"data.keys.{role}"
         raise DataError(
@@ -37,7 +39,7 @@ def refuse_unread(path: str, rows: Iterable[Mapping[str, Any]], format: Format, 
         )
 
 
-def unread_media(rows: Iterable[Mapping[str, Any]], format: Format, keys: Mapping[str, str]) -> tuple[str, str] | None:
+def unread_media(rows: Rows, format: Format, keys: Mapping[str, str]) -> tuple[str, str] | None:
     """Returns the first such (column, role that would read it). A role in `keys`, even with an empty value, counts as
     decided by the user.
     """

@@ -69,7 +69,8 @@ def _split_files(folder: Path, split: str | None) -> list[Path]:
     for file in files:
         parts.setdefault(re.sub(r"-\d+-of-\d+$", "", stem_of(file)), []).append(file)
     if not parts:
-        raise DataError(f"folder {folder} holds no data file; readable are {', '.join(FILES)}")
+        pictures = 'pictures need a metadata.jsonl with rows such as {"file_name": "3/7.png", "question": …}'
+        raise DataError(f"folder {folder} holds no data file; readable are {', '.join(FILES)}; {pictures}")
     if split is None and len(parts) == 1:
         return files
     names = [name for name in parts if split and split in re.split(r"[-_.]", name)]

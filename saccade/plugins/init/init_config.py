@@ -59,14 +59,18 @@ USUAL_PIXELS, TILED_PIXELS = 401_408, 802_816  # of an image; of one that is cut
 LARGE, LEAST, MOST = (2048, 1536), 3136, 1 << 24  # an image, and budgets, to see whether they change what it costs
 
 
-def write_config(model: Path, data: Path, out: Path, device: str | None = None) -> str:
-    """Write `out`; refuses to replace a file. Returns how a step fits the GPUs of this machine, or one as named."""
+def write_config(model: Path, data: Path, out: Path, device: str | None = None, keys: Sequence[str] = ()) -> str:
+    """Write `out`; refuses to replace a file. Returns how a step fits the GPUs of this machine, or one as named.
+    `keys`: data.keys.ROLE=COLUMN.
+    """
     from saccade.plugins.estimate.estimate_command import find_device  # with torch
 
     require_new(out, "--out")
     gpu = find_device(device, "auto")
     model_type = _type_of(model)
-    format, keys, samples = _first_rows(data)
+    if others := [option for option in keys if not option.startswith("data.keys.")]:
+        raise ConfigError(f"{others[0]}: init takes data.keys.ROLE=COLUMN; set this in the file that it writes")
+    format, named, samples = _first_rows(data, load(None, keys).data)
     rows, images = len(samples), sum(bool(sample.media) for sample in samples)
     shares = {0: "text only", rows: "each with an image"}
     column, rewards = letters_apart(samples) or ("", {"": guess_reward(samples)})
@@ -78,9 +82,10 @@ def write_config(model: Path, data: Path, out: Path, device: str | None = None) 
         data=str(data),
         format=format,
         about=shares.get(images, f"{images} of the first {rows} with an image"),
-        keys={**keys, "data_source": column} if column else keys,
-        budgets=pixel_budgets(str(model), _first_image(data, keys)) if images else (),
+        keys={**named, "data_source": column} if column else named,
+        budgets=pixel_budgets(str(model), _first_image(data, named)) if images else (),
         rewards=rewards,
+        prompts=min(32, rows),
         played=rewards.get("", ("",))[0] == "sokoban" and not images,  # move by move
         gpus=1 if device else devices.count(),
     )
@@ -168,20 +173,20 @@ def _type_of(model: Path) -> str:
     return config.get("model_type", "unknown")
 
 
-def _first_rows(data: Path) -> tuple[str, Mapping[str, str], list[Sample]]:
+def _first_rows(data: Path, config: DataConfig) -> tuple[str, Mapping[str, str], list[Sample]]:
     """Returns the format of the rows, `data.keys` for media in columns of other names, and the samples."""
     rows = islice(open_source(DataSource(path=str(data))).rows, LOOKED_AT)
     readable = [row for row in rows if not isinstance(row, RowError)]
     if not readable:
         raise DataError(f"{data}: none of the first {LOOKED_AT} rows can be read")
-    format = detect(sorted({name for row in readable for name in row}), DataConfig())
-    keys: dict[str, str] = {}
+    format = detect(sorted({name for row in readable for name in row}), config, data.name)
+    keys = dict(config.keys)
     samples = _samples(readable, format, keys)
     if not samples:
         raise DataError(f"{data}: no row fits the format {format.name}; see `saccade check-data {data}`")
-    if not any(sample.media for sample in samples) and (unread := unread_media(readable, format, {})):
+    if not any(sample.media for sample in samples) and (unread := unread_media(readable, format, keys)):
         column, role = unread
-        keys = {role: column}
+        keys[role] = column
         samples = _samples(readable, format, keys)
     return format.name, keys, samples
 

@@ -10,7 +10,7 @@ AFTER = """\
 algorithm:
   preset: grpo                       # `saccade algorithms` lists the others
 train:
-  prompts_per_step: 32               # different questions in one step
+  prompts_per_step: PROMPTS          # different questions in one step
   samples_per_prompt: 8              # answers to each, compared with one another
   updates_per_step: 1                # strictly on-policy: the steadiest choice
   micro_tokens: 16384                # memory of one pass; lower it when memory runs out
@@ -34,6 +34,7 @@ class Page:
     keys: Mapping[str, str]  # data.keys
     budgets: Sequence[tuple[int, str]]  # (data.max_pixels, why)
     rewards: Mapping[str, Guess]  # by data_source, or one for all under the empty name
+    prompts: int  # of a step
     played: bool  # a game gives the rewards
     gpus: int  # of this machine
 
@@ -61,7 +62,8 @@ def run_page(page: Page) -> str:
         *(PLAYED if page.played else _rewards(page.rewards)),
     ]
     lines = [f"{text:<36} # {comment}" if comment else text for text, comment in held]
-    return "\n".join([f"# Written by `saccade init`. Next: {page.advice}", *lines, AFTER])
+    after = AFTER.replace("PROMPTS", f"{page.prompts:<7}")
+    return "\n".join([f"# Written by `saccade init`. Next: {page.advice}", *lines, after])
 
 
 PLAYED = (("env:", ""), ("  name: sokoban_step", "an image after each turn; the game gives the rewards"))

@@ -131,11 +131,12 @@ FORMATS = {
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]|[^\s\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]+")
 
 
-def overlong(sample: RewardSample, *, buffer: int, factor: float = 1.0, limit: int | None = None) -> Score:
+def overlong(sample: RewardSample, *, buffer: int = 0, factor: float = 1.0, limit: int | None = None) -> Score:
     """factor·max(-1, min(0, (limit - buffer - length)/buffer)): a penalty for the last `buffer` tokens."""
     limit = limit or sample.max_tokens
     if not 0 < buffer < limit:
-        raise ValueError(f"overlong needs 0 < buffer < {limit} (the token limit), got {buffer}")
+        example = f"such as {{verifier: overlong, args: {{buffer: {max(1, limit // 4)}}}}}"
+        raise ValueError(f"overlong needs 0 < buffer < {limit} (the token limit), {example}; got {buffer}")
     excess = (limit - buffer - sample.length) / buffer
     return Score(kind="value", value=factor * max(-1.0, min(0.0, excess)))
 
