@@ -58,9 +58,7 @@ def require_alike(ours: Path, theirs: Path, *, noise: tuple[int, str] | None = N
         names = {name for name in mine if not name.startswith(OF_THE_MACHINE)}
         assert names == {name for name in other if not name.startswith(OF_THE_MACHINE)}
         for name in names - {name for step, name in filter(None, [noise]) if step == mine["step"]}:
-            wanted = other[name]  # None: not said, as accuracy among ties
-            if wanted is not None:
-                wanted = pytest.approx(wanted, rel=near, abs=near / 10, nan_ok=True)
+            wanted = None if other[name] is None else pytest.approx(other[name], rel=near, abs=near / 10, nan_ok=True)
             assert mine[name] == wanted, (mine["step"], name)
 
 
