@@ -26,8 +26,8 @@ SIDE += "side term decides there; lower its weight in reward.terms"
 SAID = {
     **{"format": SIDE, "length": SIDE},
     "boxed": "{unread} of the responses have no answer that can be read (count looks in boxed; one of them ends with '",
-    "pairs": "{live} of the sampled groups teach anything: each costs {cost} rollouts; use data of medium difficulty, "
-    "raise train.samples_per_prompt",
+    "pairs": "only {live} of the sampled groups teach anything: each costs {cost} rollouts; use data of medium "
+    "difficulty, raise train.samples_per_prompt",
     "short": "little is learned: {cut} of the responses are cut off; raise rollout.max_tokens",
 }
 

@@ -89,7 +89,7 @@ UNEXPLAINED = {
 # Added to a cause.
 NOTES = {
     "group/live_frac": Cause(
-        "{share} of the sampled groups teach anything: each costs {row[group/rollouts_per_live]:,.0f} rollouts; "
+        "only {share} of the sampled groups teach anything: each costs {row[group/rollouts_per_live]:,.0f} rollouts; "
         "use data of medium difficulty, raise train.samples_per_prompt, or warm up with `saccade sft`",
         (1e-9, QUARTER),
     ),
